@@ -1,0 +1,237 @@
+"""The contract between the layer and a backend.
+
+A backend is a frozen :class:`BackendSpec`, offered through the hook ``halma_register_backends``, and behind
+it a :class:`Backend` made of parts. Each part is one Protocol, small enough for one file. What a device
+cannot do is a field of its capabilities, not an exception path.
+
+This module imports no torch at run time: listing backends must stay cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from halma.hal.capabilities import Capabilities
+
+if TYPE_CHECKING:
+    import torch
+
+    from halma.hal.workspace import Workspace
+
+API_VERSION = 1
+"""Version of the contract on this page. N and N-1 are accepted (B6)."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether a backend can be used here, and why (not). ``detail`` is for ``halma doctor``."""
+
+    ok: bool
+    reason: str
+    detail: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """What a plugin registers.
+
+    Args:
+        name: the name used by ``--backend`` and ``HALMA_BACKEND``.
+        api_version: the contract it was written for.
+        probe: says whether the backend can be used. Imports no torch, creates no context, never raises (B1).
+        factory: builds the backend; called once, when it is selected.
+        accelerator: ``auto`` looks at accelerators only.
+        simulated: stands in for hardware; never chosen by ``auto``, marks what it produces (B10).
+        evidence: how results of this backend were obtained: cpu, contract, simulated, cuda or musa.
+    """
+
+    name: str
+    api_version: int
+    probe: Callable[[], Probe]
+    factory: Callable[[], Backend]
+    accelerator: bool = True
+    simulated: bool = False
+    evidence: str = "unknown"
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Bytes of device memory: what can still be taken, and what there is."""
+
+    free: int
+    total: int
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether the work before it is done; raises while captured."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for it on the host; raises during capture."""
+        ...
+
+
+class Stream(Protocol):
+    """An ordered queue of work. As a context manager it becomes the current stream of this thread."""
+
+    @property
+    def name(self) -> str: ...
+    def __enter__(self) -> Stream: ...
+    def __exit__(self, *exc: object) -> None: ...
+    def record(self, event: Event) -> None:
+        """Put ``event`` behind the work issued so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let later work of this stream start only after ``event``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for this stream on the host; raises during capture."""
+        ...
+
+
+class DevicePart(Protocol):
+    """Properties, streams, events, memory information of one device."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+    def properties(self) -> Mapping[str, str]: ...
+    def memory_info(self) -> MemoryInfo: ...
+    def current_stream(self) -> Stream: ...
+    def new_stream(self, name: str) -> Stream: ...
+    def new_event(self, name: str = "") -> Event: ...
+    def synchronize(self) -> None: ...
+
+
+class MemoryPart(Protocol):
+    """Plain device memory, pinned host memory."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the device can read and write asynchronously."""
+        ...
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    """One node of a captured segment, with every host value that was baked into it.
+
+    ``parameters`` hold what must not change between two captures of the same program: scalars, shapes,
+    strides, storage offsets. ``where`` is the line of the program that made it.
+    """
+
+    name: str
+    parameters: tuple[Any, ...]
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class GraphCounts:
+    """Work of a segment or step, counted (G4, G10)."""
+
+    kernels: int = 0
+    copies: int = 0
+    allocations: int = 0
+    fallback_bytes: int = 0
+    """Bytes taken from the workspace on behalf of ops without an out-variant."""
+
+
+class GraphPart(Protocol):
+    """Begin, end, instantiate, replay, destroy: and nothing that decides anything.
+
+    Only :mod:`halma.hal.graph` calls it. Handles are opaque. One thread captures at a time; ``begin`` and
+    ``end`` happen on one stream.
+    """
+
+    def unsupported(self) -> str | None:
+        """Why this device cannot capture, or None."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether this thread is capturing; a query that fails raises (G25)."""
+        ...
+
+    def dry_run(self, program: Callable[[], Any], workspace: Workspace) -> None:
+        """Run ``program`` so that ``workspace`` sees every take; may or may not execute it."""
+        ...
+
+    def begin(self, stream: Stream, workspace: Workspace) -> None:
+        """Start recording ``stream``. Functional ops take their results from ``workspace``."""
+        ...
+
+    def end(self, stream: Stream) -> Any:
+        """Stop recording and return the template (opaque). Raises what made the capture invalid."""
+        ...
+
+    def abandon(self, stream: Stream) -> None:
+        """Stop recording and forget it; never raises; the stream is usable afterwards."""
+        ...
+
+    def instantiate(self, template: Any) -> Any:
+        """An executable (opaque) of a template."""
+        ...
+
+    def replay(self, executable: Any, stream: Stream) -> None:
+        """Queue the executable's work on ``stream``."""
+        ...
+
+    def destroy(self, executable: Any) -> None:
+        """Give back an executable; never called while any capture is open."""
+        ...
+
+    def nodes(self, template: Any) -> Sequence[GraphNode]:
+        """The nodes with their baked parameters, where the capability ``graph_parameters`` holds."""
+        ...
+
+    def counts(self, template: Any) -> GraphCounts:
+        """What the template does, counted."""
+        ...
+
+    def counting(self) -> AbstractContextManager[Callable[[], GraphCounts]]:
+        """Count eager work of this thread: ``with graphs.counting() as counts: ...; counts()``."""
+        ...
+
+
+class KernelPart(Protocol):
+    """Compile a source of the portable dialect and launch it."""
+
+    def unsupported(self) -> str | None: ...
+    def compile(self, source: str, name: str, options: Sequence[str] = ()) -> Any: ...
+    def launch(self, kernel: Any, grid: Sequence[int], block: Sequence[int], *args: Any, stream: Stream) -> None: ...
+
+
+class CollectivePart(Protocol):
+    """Bootstrap through torch.distributed."""
+
+    def unsupported(self) -> str | None: ...
+    @property
+    def torch_backend(self) -> str: ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A device family, ready to use."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def evidence(self) -> str: ...
+    @property
+    def capabilities(self) -> Capabilities: ...
+    @property
+    def device(self) -> DevicePart: ...
+    @property
+    def memory(self) -> MemoryPart: ...
+    @property
+    def graphs(self) -> GraphPart: ...
+    @property
+    def kernels(self) -> KernelPart: ...
+    @property
+    def collectives(self) -> CollectivePart: ...

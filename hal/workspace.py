@@ -1,0 +1,337 @@
+"""The sealed memory that a program's intermediates live in.
+
+A workspace is a tree of scopes. Inside a scope the n-th ``take`` always has the same address, whatever
+the descriptor: the plan keeps the largest size seen for it, so a smaller descriptor gets a prefix (W2).
+All takes of a scope lie side by side; its child scopes start behind them and overlap one another, because
+only one of them is open at a time (W3). A *lane* is a second tree with memory of its own, for work on a
+side stream (W6).
+
+Life: *planning* (every take may grow, each from an allocation of its own) -> :meth:`Workspace.seal` (one
+allocation, growth raises). Code may run eagerly in both states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from halma.hal.errors import WorkspaceError
+
+ALIGNMENT = 256
+"""Bytes. The coarsest alignment that a vector load or a bulk copy of our targets asks for."""
+
+POISON_BYTE = 0xFF
+"""Every float format that we use reads 0xFF.. as NaN, every signed integer as -1."""
+
+
+def _align(size: int) -> int:
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def _aligned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    # PyTorch's CPU allocator promises 64 bytes only, so ask for more and cut.
+    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + nbytes]
+
+
+class _Take:
+    """One position in a scope: the most bytes asked for, where it lies, and the views handed out."""
+
+    __slots__ = ("memory", "nbytes", "views")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.memory: torch.Tensor | None = None
+        self.views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+
+class _Scope:
+    __slots__ = ("children", "memory", "name", "next", "parent", "takes")
+
+    def __init__(self, name: str, parent: _Scope | None) -> None:
+        self.name = name
+        self.parent = parent
+        self.children: dict[str, _Scope] = {}
+        self.takes: list[_Take] = []
+        self.next = 0
+        self.memory: torch.Tensor | None = None  # the bytes of all takes, once sealed
+
+    def path(self) -> str:
+        return self.name if self.parent is None else f"{self.parent.path()}/{self.name}"
+
+    def own_bytes(self) -> int:
+        return sum(_align(take.nbytes) for take in self.takes)
+
+    def total_bytes(self) -> int:
+        return self.own_bytes() + max((child.total_bytes() for child in self.children.values()), default=0)
+
+    def place(self, base: int, buffer: torch.Tensor) -> None:
+        own = self.own_bytes()
+        self.memory = buffer[base : base + own]
+        offset = base
+        for take in self.takes:
+            take.memory = buffer[offset : offset + take.nbytes]
+            take.views.clear()
+            offset += _align(take.nbytes)
+        for child in self.children.values():
+            child.place(offset, buffer)
+
+
+@dataclass(frozen=True)
+class WorkspaceReport:
+    """Bytes of a workspace: ``total`` allocated, by lane, and the number of takes that were planned."""
+
+    sealed: bool
+    total: int
+    lanes: dict[str, int]
+    takes: int
+
+
+class Workspace:
+    """Scratch and output memory of programs, with addresses that never move once sealed.
+
+    Args:
+        device: where the memory is.
+        checked: poison the takes of every scope when it closes, and everything when sealing.
+
+    Not thread-safe: one program runs at a time. A tensor from :meth:`take` is valid until the scope it
+    was taken in closes; a view kept longer reads poison in checked mode and other data otherwise.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, checked: bool = False) -> None:
+        self.device = torch.device(device)
+        self.checked = checked
+        self.sealed = False
+        self._roots: dict[str, _Scope] = {"main": _Scope("main", None)}
+        self._current = self._roots["main"]
+        self._lanes_in_use: set[str] = set()
+        self._buffer: torch.Tensor | None = None
+
+    # -- taking -------------------------------------------------------------------------------------
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory for ``shape``, contiguous, 256-byte aligned, until the current scope closes.
+
+        Raises:
+            WorkspaceError: sealed, and the plan holds nothing (or less) at this place.
+        """
+        scope = self._current
+        position = scope.next
+        scope.next = position + 1
+        if position < len(scope.takes):
+            take = scope.takes[position]
+        else:
+            take = self._grow(scope, shape, dtype)
+        key = (tuple(shape), dtype)
+        view = take.views.get(key)
+        return view if view is not None else self._view(take, key, scope)
+
+    def _grow(self, scope: _Scope, shape: Sequence[int], dtype: torch.dtype) -> _Take:
+        if self.sealed:
+            raise self._refusal(scope, shape, dtype, "the plan ends before this take")
+        take = _Take()
+        scope.takes.append(take)
+        return take
+
+    def _view(self, take: _Take, key: tuple[tuple[int, ...], torch.dtype], scope: _Scope) -> torch.Tensor:
+        shape, dtype = key
+        nbytes = math.prod(shape) * dtype.itemsize
+        if take.memory is None or nbytes > take.nbytes:
+            if self.sealed:
+                raise self._refusal(scope, shape, dtype, f"{take.nbytes:,} bytes were planned at this place")
+            take.nbytes = nbytes
+            take.memory = _aligned_bytes(nbytes, self.device)
+            if self.checked:
+                take.memory.fill_(POISON_BYTE)
+            # Views of the smaller memory stay alive through the tensors that hold them.
+            take.views.clear()
+        view = take.memory[:nbytes].view(dtype).view(shape)
+        take.views[key] = view
+        return view
+
+    def _refusal(self, scope: _Scope, shape: Sequence[int], dtype: torch.dtype, why: str) -> WorkspaceError:
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self._no_growth(scope, f"{nbytes:,} bytes for {str(dtype).removeprefix('torch.')}{list(shape)}", why)
+
+    def _no_growth(self, scope: _Scope, asked: str, why: str) -> WorkspaceError:
+        return WorkspaceError(
+            f"the sealed workspace cannot grow in {scope.path()!r}",
+            asked=asked,
+            found=(why, f"{self.report().total:,} bytes are sealed in all"),
+            do="include this descriptor in the dry run before seal(), or run it outside the sealed workspace",
+        )
+
+    # -- scopes and lanes ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self, name: str) -> Generator[None]:
+        """A nested scope; what is taken inside is recycled (and poisoned in checked mode) at its end."""
+        node = self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave(node)
+
+    def enter(self, name: str) -> _Scope:
+        """Open a scope without the cost of a context manager (about 1 us); pair with :meth:`leave`."""
+        parent = self._current
+        node = parent.children.get(name)
+        if node is None:
+            if self.sealed:
+                raise self._no_growth(parent, f"a scope {name!r}", "the plan has no such scope here")
+            node = parent.children[name] = _Scope(name, parent)
+        node.next = 0
+        self._current = node
+        return node
+
+    def leave(self, node: _Scope) -> None:
+        """Close the scope that :meth:`enter` opened, and every scope left open inside it.
+
+        Raises:
+            WorkspaceError: it is not open.
+        """
+        current = self._current
+        while True:
+            parent = current.parent
+            if parent is None:
+                raise WorkspaceError(
+                    f"the workspace scope {node.path()!r} is not open",
+                    asked="leave()",
+                    found=f"open is {self._current.path()!r}",
+                    do="pair every enter() with one leave(), or use scope()",
+                )
+            if self.checked:
+                self._poison(current)
+            self._current = parent
+            if current is node:
+                return
+            current = parent
+
+    @contextlib.contextmanager
+    def lane(self, name: str) -> Generator[None]:
+        """Take from the lane ``name`` until the block ends; the lane stays busy until :meth:`release_lane`.
+
+        Raises:
+            WorkspaceError: the lane is busy: its fork was not joined yet (W6), or the plan lacks it.
+        """
+        if name in self._lanes_in_use:
+            raise WorkspaceError(
+                f"the workspace lane {name!r} is still in use",
+                asked=f"a second fork on lane {name!r}",
+                found="its first fork has not been joined, so its memory may still be read",
+                do="join the first fork, or name another lane",
+            )
+        root = self._roots.get(name)
+        if root is None:
+            if self.sealed:
+                raise self._no_growth(self._current, f"a lane {name!r}", "the plan has no such lane")
+            root = self._roots[name] = _Scope(name, None)
+        outer = self._current
+        root.next = 0
+        self._lanes_in_use.add(name)
+        self._current = root
+        try:
+            yield
+        finally:
+            self._current = outer
+
+    def release_lane(self, name: str) -> None:
+        """Say that the fork on ``name`` was joined; poisons the lane's memory in checked mode."""
+        self._lanes_in_use.discard(name)
+        if self.checked and name in self._roots:
+            self._poison(self._roots[name])
+
+    def _poison(self, scope: _Scope) -> None:
+        if scope.memory is not None:
+            if scope.memory.numel():
+                scope.memory.fill_(POISON_BYTE)
+            return
+        for take in scope.takes:
+            if take.memory is not None:
+                take.memory.fill_(POISON_BYTE)
+
+    # -- plan ---------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Close whatever an exception left open; addresses and plan stay."""
+        if self.checked:
+            scope: _Scope | None = self._current
+            while scope is not None:
+                self._poison(scope)
+                scope = scope.parent
+            for name in self._lanes_in_use:
+                self._poison(self._roots[name])
+        self._current = self._roots["main"]
+        self._current.next = 0
+        self._lanes_in_use.clear()
+
+    def start(self) -> None:
+        """Begin a program: the next take is the first of the main scope again.
+
+        Raises:
+            WorkspaceError: a scope is still open.
+        """
+        if self._current is not self._roots["main"]:
+            raise WorkspaceError(
+                "a program cannot start inside another program's scope",
+                asked="start()",
+                found=f"scope {self._current.path()!r} is open",
+                do="leave it first; after an exception call reset()",
+            )
+        self._current.next = 0
+
+    def seal(self) -> int:
+        """Allocate everything planned in one piece and forbid growth. Returns the bytes allocated.
+
+        Call it outside every scope, after the dry run at the largest descriptor; addresses handed out
+        while planning are void afterwards.
+        """
+        if self.sealed:
+            raise WorkspaceError(
+                "the workspace is sealed already",
+                asked="a second seal()",
+                found="graphs may hold addresses of the first",
+                do="make a new Workspace",
+            )
+        self.start()
+        if self._lanes_in_use:
+            raise WorkspaceError(
+                "the workspace cannot be sealed while a lane is in use",
+                asked="seal()",
+                found=f"lanes not joined: {', '.join(sorted(self._lanes_in_use))}",
+                do="join every fork first",
+            )
+        sizes = {name: root.total_bytes() for name, root in self._roots.items()}
+        buffer = _aligned_bytes(sum(sizes.values()), self.device)
+        if self.checked:
+            buffer.fill_(POISON_BYTE)
+        base = 0
+        for name, root in self._roots.items():
+            root.place(base, buffer)
+            base += sizes[name]
+        self._buffer = buffer
+        self.sealed = True
+        return sum(sizes.values())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the sealed allocation."""
+        buffer = self._buffer
+        return buffer is not None and tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+    def path(self) -> str:
+        """The open scopes, outermost first, for errors and reports."""
+        return self._current.path()
+
+    def report(self) -> WorkspaceReport:
+        """What is planned or sealed, in bytes."""
+
+        def count(scope: _Scope) -> int:
+            return len(scope.takes) + sum(count(child) for child in scope.children.values())
+
+        lanes = {name: root.total_bytes() for name, root in self._roots.items()}
+        return WorkspaceReport(self.sealed, sum(lanes.values()), lanes, sum(count(r) for r in self._roots.values()))

@@ -1,0 +1,1 @@
+"""DeepSeek-V4: configuration, checkpoint, state, programs and engine."""

@@ -1,0 +1,305 @@
+"""One step of DeepSeek-V4, written once: decode, prefill chunks and verification differ by shapes alone.
+
+Notation: M rows in the step (requests x tokens per request), D hidden size, n residual streams, H heads of
+width d. Sections in brackets refer to the model's published reference code (``inference/model.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from halma.hal.device_value import DeviceValue
+from halma.hal.dispatch import Ops
+from halma.hal.graph.descriptor import Descriptor
+from halma.hal.workspace import Workspace
+from halma.models.deepseek_v4.config import LayerKind, V4Config
+from halma.models.deepseek_v4.state import LayerState, V4State
+from halma.models.deepseek_v4.weights import AttentionWeights, CompressorWeights, FfnWeights, LayerWeights, V4Weights
+
+Tap = Callable[[str, torch.Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class V4Model:
+    """A model ready to run on one device: what a program needs besides the step's own values.
+
+    Attributes:
+        inv_freq: rope frequencies by theta: ``main`` for window layers, ``compress`` for the others [r/2].
+        tap: called with intermediate values where the eager runner watches them; never in a graph.
+    """
+
+    config: V4Config
+    weights: V4Weights
+    state: V4State
+    ops: Ops
+    workspace: Workspace
+    inv_freq: dict[str, torch.Tensor]
+    carrier: torch.dtype
+    tap: Tap | None = None
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """Dtype of products that must not lose bits: float32, or float64 with float64 carriers."""
+        return torch.float64 if self.carrier is torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """Persistent inputs of a step, each at a fixed address.
+
+    Attributes:
+        tokens: int64 [R, T]; read by prefill only.
+        slot, count: int64 [R]; the request's slot (0 = padding) and its real tokens in this step.
+        temperature, top_p: float32 [R]; seed: int64 [R]; read by the ``sample`` variant only.
+    """
+
+    tokens: torch.Tensor
+    slot: torch.Tensor
+    count: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    seed: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Values that all layers of one step share. Rows are request-major."""
+
+    descriptor: Descriptor
+    slot: DeviceValue
+    start: DeviceValue
+    count: DeviceValue
+    tokens: DeviceValue
+    positions: DeviceValue
+    row_slot: DeviceValue
+    angles: dict[str, torch.Tensor]
+    every_block: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+
+
+def decode_step(model: V4Model, inputs: StepInputs, descriptor: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Feed each request's newest token, choose the next and commit it. Returns (next [R], logits [R, V]).
+
+    The variants ``greedy`` and ``sample`` look at each request's last real token; ``all`` returns the greedy
+    choice and the logits of every row, [M] and [M, V].
+    """
+    ops, state = model.ops, model.state
+    tokens, start = ops.decode_inputs(inputs.slot, state.last_token, state.lengths)
+    return _step(model, inputs, descriptor, tokens, start)
+
+
+def prefill_step(model: V4Model, inputs: StepInputs, descriptor: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Feed ``inputs.tokens`` after what each request holds; as :func:`decode_step` otherwise."""
+    _, start = model.ops.decode_inputs(inputs.slot, model.state.last_token, model.state.lengths)
+    return _step(model, inputs, descriptor, inputs.tokens, start)
+
+
+def _step(
+    model: V4Model, inputs: StepInputs, descriptor: Descriptor, tokens: torch.Tensor, start: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ops, state = model.ops, model.state
+    logits = forward(model, inputs, descriptor, tokens, start)
+    if descriptor.variant == "sample":
+        chosen = ops.sample_tokens(
+            logits, inputs.temperature, inputs.top_p, inputs.seed, ops.next_position(start, inputs.count)
+        )
+    else:
+        chosen = ops.argmax_tokens(logits)
+    newest = chosen
+    if descriptor.variant == "all":  # every row's choice is returned, the last real row's is committed
+        newest = ops.last_rows(chosen, inputs.count, descriptor.query_len)
+    ops.commit_tokens(newest, start, inputs.count, inputs.slot, state.last_token, state.lengths, state.ring)
+    return chosen, logits
+
+
+def forward(
+    model: V4Model, inputs: StepInputs, descriptor: Descriptor, tokens: torch.Tensor, start: torch.Tensor
+) -> torch.Tensor:
+    """Tokens [R, T] at positions start.. -> logits [R, V] of each request's last real token, or [M, V] of all."""
+    ops, config, weights = model.ops, model.config, model.weights
+    step = prepare(model, inputs, descriptor, tokens, start)
+    streams = ops.expand_streams(ops.embed(step.tokens, weights.embed), config.hc_mult)
+    between = model.workspace.take(streams.shape, streams.dtype)
+    for index, (layer, kind) in enumerate(zip(weights.layers, config.layers, strict=True)):
+        with model.workspace.scope("layer"):
+            block(model, streams, between, layer, kind, model.state.layers[index], step)
+        if model.tap is not None:
+            model.tap(f"layer{index}.streams", streams)
+    if descriptor.variant != "all":
+        streams = ops.last_rows(streams, step.count, descriptor.query_len)
+    head = weights.hc_head
+    x = ops.hc_head(streams, head.fn, head.base, head.scale, config.rms_norm_eps, config.hc_eps)
+    x = ops.rms_norm(x, weights.norm, config.rms_norm_eps)
+    return ops.linear(x, weights.head, model.accumulator)
+
+
+def prepare(
+    model: V4Model, inputs: StepInputs, descriptor: Descriptor, tokens: torch.Tensor, start: torch.Tensor
+) -> Step:
+    """Everything that depends on the step but not on the layer."""
+    ops, plan = model.ops, model.state.plan
+    rows, positions, row_slot = ops.step_rows(tokens, start, inputs.count, inputs.slot)
+    angles = {name: ops.rope_angles(positions, freq) for name, freq in model.inv_freq.items()}
+    every = {
+        ratio: ops.all_blocks(positions, ratio, descriptor.context_capacity // ratio)
+        for ratio in sorted({kind.ratio for kind in model.config.layers if kind.ratio})
+    }
+    slots, context = plan.slots + 1, plan.max_context
+    return Step(
+        descriptor,
+        DeviceValue(inputs.slot, bound=slots, name="slot"),
+        DeviceValue(start, bound=context, name="start"),
+        DeviceValue(inputs.count, bound=descriptor.query_len + 1, name="count"),
+        DeviceValue(rows, bound=model.config.vocab_size, name="tokens"),
+        DeviceValue(positions, bound=context, name="positions"),
+        DeviceValue(row_slot, bound=slots, name="row_slot"),
+        angles,
+        every,
+    )
+
+
+def block(
+    model: V4Model,
+    streams: torch.Tensor,
+    between: torch.Tensor,
+    layer: LayerWeights,
+    kind: LayerKind,
+    state: LayerState,
+    step: Step,
+) -> None:
+    """One layer, streams [M, n, D] in place: each sublayer reads a mix of the streams and writes to all of them."""
+    ops, config = model.ops, model.config
+    mix = (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+    with model.workspace.scope("attention"):
+        x, post, comb = ops.hc_pre(streams, layer.hc_attn.fn, layer.hc_attn.base, layer.hc_attn.scale, *mix)
+        y = attention(model, ops.rms_norm(x, layer.attn_norm, config.rms_norm_eps), layer.attn, kind, state, step)
+        ops.hc_post(y, streams, post, comb, out=between)
+    with model.workspace.scope("ffn"):
+        x, post, comb = ops.hc_pre(between, layer.hc_ffn.fn, layer.hc_ffn.base, layer.hc_ffn.scale, *mix)
+        y = ffn(model, ops.rms_norm(x, layer.ffn_norm, config.rms_norm_eps), layer.ffn, step)
+        ops.hc_post(y, between, post, comb, out=streams)
+
+
+def attention(
+    model: V4Model, x: torch.Tensor, w: AttentionWeights, kind: LayerKind, state: LayerState, step: Step
+) -> torch.Tensor:
+    """x [M, D] -> [M, D]: queries over the window and the chosen compressed rows, keys being their own values."""
+    ops, config = model.ops, model.config
+    angles, eps = step.angles[kind.rope], config.rms_norm_eps
+    heads, width = config.num_attention_heads, config.head_dim
+    both = ops.linear(x, w.wq_a_wkv)
+    qr = ops.rms_norm(both[:, : config.q_lora_rank], w.q_norm, eps)
+    q = ops.rms_norm(ops.linear(qr, w.wq_b).view(-1, heads, width), None, eps)
+    kv = ops.rms_norm(both[:, config.q_lora_rank :], w.kv_norm, eps)
+    ops.rope(q, angles, False)
+    ops.rope(kv, angles, False)
+    ops.window_insert(kv, step.positions, step.row_slot, state.window)
+    chosen = compressed_keys(model, x, qr, w, kind, state, step)
+    o = ops.attend(
+        q,
+        state.window,
+        step.positions,
+        step.row_slot,
+        w.sink,
+        config.sliding_window,
+        width**-0.5,
+        state.compressed,
+        model.state.page_table,
+        chosen,
+    )
+    ops.rope(o, angles, True)  # values carry rope, so the output is turned back at the query's position
+    grouped = ops.grouped_linear(o.view(-1, config.o_groups, heads // config.o_groups * width), w.wo_a)
+    return ops.linear(grouped, w.wo_b)
+
+
+def compressed_keys(
+    model: V4Model,
+    x: torch.Tensor,
+    qr: torch.Tensor,
+    w: AttentionWeights,
+    kind: LayerKind,
+    state: LayerState,
+    step: Step,
+) -> torch.Tensor | None:
+    """Write the blocks that this step completes; say which blocks each row attends to [M, K], -1 for none."""
+    if w.compressor is None:
+        return None
+    compress(model, x, w.compressor, kind, state, step)
+    if w.indexer is None or state.index is None:
+        return step.every_block[kind.ratio]
+    compress(model, x, w.indexer.compressor, kind, state, step, index=True)
+    config, capacity = model.config, step.descriptor.context_capacity // kind.ratio
+    if capacity <= config.index_topk:  # the shape cannot hold more blocks than may be chosen
+        return step.every_block[kind.ratio]
+    ops, width = model.ops, config.index_head_dim
+    q = ops.linear(qr, w.indexer.wq_b).view(-1, config.index_n_heads, width)
+    ops.rope(q, step.angles[kind.rope], False)
+    q = ops.round_index(q, model.state.formats.index)
+    scale = width**-0.5 * config.index_n_heads**-0.5
+    scores = ops.index_scores(
+        q,
+        ops.linear(x, w.indexer.weights_proj, model.accumulator),
+        scale,
+        state.index,
+        step.positions,
+        step.row_slot,
+        model.state.page_table,
+        kind.ratio,
+        capacity,
+    )
+    if model.tap is not None:
+        model.tap("index_scores", scores)
+    return ops.top_blocks(scores, config.index_topk)
+
+
+def compress(
+    model: V4Model,
+    x: torch.Tensor,
+    w: CompressorWeights,
+    kind: LayerKind,
+    state: LayerState,
+    step: Step,
+    *,
+    index: bool = False,
+) -> None:
+    """Keep each token's value and gate; pool every block that is complete now into one row and store it."""
+    ops, config = model.ops, model.config
+    partial, store = (state.index_compressor, state.index) if index else (state.compressor, state.compressed)
+    width = w.norm.shape[0] * (2 if kind.overlap else 1)
+    both = ops.linear(x, w.wkv_wgate, model.accumulator)
+    ops.compressor_insert(both[:, :width], both[:, width:], w.ape, step.positions, step.row_slot, partial)
+    pooled, blocks = ops.compressor_pool(
+        partial,
+        step.start,
+        step.count,
+        step.slot,
+        kind.ratio,
+        kind.overlap,
+        step.descriptor.query_len,
+        model.carrier,
+    )
+    rows = ops.rms_norm(pooled, w.norm, config.rms_norm_eps)
+    # A compressed row stands at the position of its first token, not at its block number.
+    ops.rope(rows, ops.rope_angles(ops.block_positions(blocks, kind.ratio), model.inv_freq[kind.rope]), False)
+    if index:
+        rows = ops.round_index(rows, model.state.formats.index)
+    ops.block_insert(rows, blocks, step.slot, model.state.page_table, store)
+
+
+def ffn(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
+    """x [M, D] -> [M, D]: the chosen experts and the shared one."""
+    ops, config = model.ops, model.config
+    scores = ops.route_scores(x, w.gate)
+    scale = config.routed_scaling_factor
+    if w.tid2eid is not None:
+        ids, weights = ops.lookup_experts(scores, w.tid2eid, step.tokens, scale)
+    else:
+        ids, weights = ops.select_experts(scores, w.bias, config.num_experts_per_tok, scale)
+    if model.tap is not None:
+        model.tap("route_ids", ids)
+        model.tap("route_weights", weights)
+    routed = ops.expert_ffn(x, ids, weights, w.gate_up, w.down, config.swiglu_limit)
+    shared = ops.swiglu(ops.linear(x, w.shared_gate_up), config.swiglu_limit)
+    return ops.add_rows(routed, ops.linear(shared, w.shared_down), x.dtype)

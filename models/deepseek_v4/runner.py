@@ -1,0 +1,241 @@
+"""Runs steps of one model on one backend: plans memory, seals it, captures the ladder, replays.
+
+The runner knows shapes and graphs; it does not know requests. :mod:`halma.models.deepseek_v4.engine` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from halma.hal.backend import Backend
+from halma.hal.dispatch import Ops
+from halma.hal.errors import RequestError
+from halma.hal.graph.descriptor import Descriptor
+from halma.hal.graph.ladder import GraphLadder
+from halma.hal.workspace import Workspace
+from halma.models.deepseek_v4.config import V4Config
+from halma.models.deepseek_v4.program import StepInputs, Tap, V4Model, decode_step, prefill_step
+from halma.models.deepseek_v4.rope import rope_frequencies
+from halma.models.deepseek_v4.state import TOKEN_RING, RowFormats, StatePlan, build_state
+from halma.models.deepseek_v4.weights import V4Weights
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """Sizes and switches of a runner.
+
+    Args:
+        max_requests: requests that may be alive at once.
+        max_context: tokens of the longest request, prompt and answer.
+        chunk: most prompt tokens in one step.
+        batches: numbers of requests that decode is captured for; the maximum is always among them.
+        graph: capture and replay; off means that every step runs eagerly.
+        checked: poison freed memory, and padding before every step.
+        arithmetic: ``exact`` or ``shipping``, as the weights were loaded.
+        index_format: ``index_fp4`` or ``index_fp8`` keys in shipping arithmetic.
+        pages: pages of the compressed stores; all requests at full length by default.
+        routes: op name to route name, explicit choices.
+    """
+
+    max_requests: int = 1
+    max_context: int = 1024
+    chunk: int = 64
+    batches: tuple[int, ...] = (1,)
+    graph: bool = True
+    checked: bool = False
+    arithmetic: str = "exact"
+    index_format: str = "index_fp4"
+    pages: int | None = None
+    routes: Mapping[str, str] | None = None
+    environment_routes: Mapping[str, str] | None = None
+
+
+def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
+    """smallest, twice that, ... up to and always including ``largest``."""
+    sizes = [smallest]
+    while sizes[-1] < largest:
+        sizes.append(min(sizes[-1] * 2, largest))
+    return tuple(sizes)
+
+
+class V4Runner:
+    """A model on a backend, ready to step.
+
+    Args:
+        config, weights: the model; the weights live on the backend's device in ``carrier`` or a packed format.
+        backend: where it runs.
+        options: see :class:`RunnerOptions`.
+        carrier: dtype of activations.
+        tap: watches intermediate values of eager steps (golden cases); forbids graphs.
+    """
+
+    def __init__(
+        self,
+        config: V4Config,
+        weights: V4Weights,
+        backend: Backend,
+        options: RunnerOptions,
+        *,
+        carrier: torch.dtype = torch.float32,
+        tap: Tap | None = None,
+    ) -> None:
+        if options.max_context > config.max_position_embeddings:
+            raise RequestError(
+                "the context asked for is longer than the model allows",
+                asked=f"{options.max_context} tokens of context",
+                found=f"max_position_embeddings is {config.max_position_embeddings}",
+                do=f"ask for at most {config.max_position_embeddings} tokens, prompt and answer together",
+            )
+        if tap is not None and options.graph:
+            raise RequestError("a tap watches eager steps only", do="pass graph=False")
+        self.config = config
+        self.backend = backend
+        self.options = options
+        device = backend.device.torch_device
+        self.plan = StatePlan.of(
+            config,
+            slots=options.max_requests,
+            max_context=options.max_context,
+            max_query_len=options.chunk,
+            pages=options.pages,
+        )
+        ring = backend.memory.pinned((options.max_requests + 1, TOKEN_RING), torch.int64)
+        ring.zero_()
+        formats = RowFormats.of(options.arithmetic, options.index_format)
+        state = build_state(config, self.plan, formats, dtype=carrier, device=device, ring=ring)
+        self.workspace = Workspace(device, checked=options.checked)
+        ops = Ops(
+            self.workspace,
+            backend=backend.name,
+            routes=options.routes,
+            environment=options.environment_routes,
+        )
+        frequencies = rope_frequencies(config, dtype=carrier, device=device)
+        self.model = V4Model(config, weights, state, ops, self.workspace, frequencies, carrier, tap)
+        self.inputs = _allocate_inputs(options, device)
+        self.ladder = GraphLadder(backend, self.workspace, enabled=options.graph)
+        self.capacities = powers_of_two(self.plan.page_tokens, self.plan.pages_per_slot * self.plan.page_tokens)
+        self.batches = tuple(sorted({b for b in options.batches if b < options.max_requests} | {options.max_requests}))
+        self.chunks = powers_of_two(min(8, options.chunk), options.chunk)
+
+    # -- shapes -------------------------------------------------------------------------------------
+
+    def decode_descriptor(self, requests: int, context: int, variant: str) -> Descriptor:
+        """The smallest decode descriptor that holds ``requests`` and, after the step, ``context`` tokens."""
+        batch = next(b for b in self.batches if b >= requests)
+        return Descriptor("decode", batch, 1, self._capacity(context), variant)
+
+    def prefill_descriptor(self, tokens: int, context: int, variant: str) -> Descriptor:
+        """The smallest one-request prefill descriptor for ``tokens`` new tokens and ``context`` after them."""
+        length = next(length for length in self.chunks if length >= tokens)
+        return Descriptor("prefill", 1, length, self._capacity(context), variant)
+
+    def _capacity(self, context: int) -> int:
+        return next(capacity for capacity in self.capacities if capacity >= context)
+
+    def descriptors(self, variants: Iterable[str] = ("greedy",)) -> list[Descriptor]:
+        """The whole ladder: decode and prefill, every capacity, largest first."""
+        found = [
+            Descriptor(role, batch, length, capacity, variant)
+            for capacity in self.capacities
+            for variant in variants
+            for role, batch, length in (
+                *(("decode", batch, 1) for batch in self.batches),
+                *(("prefill", 1, length) for length in self.chunks),
+            )
+        ]
+        return sorted(found, key=lambda d: (d.num_tokens, d.context_capacity, d.role, d.variant), reverse=True)
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        descriptors: Iterable[Descriptor] | None = None,
+        progress: Callable[[Descriptor], None] | None = None,
+    ) -> None:
+        """Dry-run the descriptors, seal the workspace, capture. Every later step must fit what was planned."""
+        wanted = list(self.descriptors() if descriptors is None else descriptors)
+        self.clear_inputs()
+        with torch.no_grad():
+            for descriptor in self._representatives(wanted):
+                self.workspace.start()
+                self.backend.graphs.dry_run(self._program(descriptor), self.workspace)
+            self.workspace.seal()
+            if self.ladder.unavailable() is None:
+                self.ladder.capture_all(wanted, self._program, progress)
+
+    def _representatives(self, descriptors: Iterable[Descriptor]) -> list[Descriptor]:
+        """Largest and smallest of every kind of step: programs of one kind take memory in the same places."""
+        kinds: dict[tuple[object, ...], list[Descriptor]] = {}
+        for d in descriptors:
+            indexed = any(k.indexed and d.context_capacity // k.ratio > self.config.index_topk for k in self.config.layers)
+            kinds.setdefault((d.role, d.variant, indexed), []).append(d)
+        chosen: list[Descriptor] = []
+        for group in kinds.values():
+            batch, length = max(d.num_requests for d in group), max(d.query_len for d in group)
+            capacity = max(d.context_capacity for d in group)
+            chosen.append(replace(group[0], num_requests=batch, query_len=length, context_capacity=capacity))
+            chosen.append(min(group, key=lambda d: (d.num_tokens, d.context_capacity)))
+        return list(dict.fromkeys(chosen))
+
+    def _program(self, descriptor: Descriptor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        inputs = self.step_inputs(descriptor)
+        step = decode_step if descriptor.role == "decode" else prefill_step
+
+        def program() -> tuple[torch.Tensor, torch.Tensor]:
+            return step(self.model, inputs, descriptor)
+
+        return program
+
+    def step_inputs(self, descriptor: Descriptor) -> StepInputs:
+        """The inputs of a descriptor: prefixes of the persistent buffers."""
+        requests, tokens = descriptor.num_requests, descriptor.num_tokens
+        i = self.inputs
+        return StepInputs(
+            i.tokens.flatten()[:tokens].view(requests, descriptor.query_len),
+            i.slot[:requests],
+            i.count[:requests],
+            i.temperature[:requests],
+            i.top_p[:requests],
+            i.seed[:requests],
+        )
+
+    def clear_inputs(self) -> None:
+        """Make every row of the inputs padding."""
+        for tensor in (self.inputs.tokens, self.inputs.slot, self.inputs.count, self.inputs.seed):
+            tensor.zero_()
+        self.inputs.temperature.zero_()
+        self.inputs.top_p.fill_(1.0)
+
+    def step(self, descriptor: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step: a replay if this very descriptor was captured, else eagerly with a recorded reason.
+
+        Returns (next tokens [R], logits [R, V]); both are overwritten by the next step.
+        """
+        with torch.no_grad():
+            graph = self.ladder.find(descriptor)
+            if graph is not None:
+                return graph.replay()
+            self.workspace.start()
+            return self._program(descriptor)()
+
+    def close(self) -> None:
+        """Destroy the graphs."""
+        self.ladder.reset()
+
+
+def _allocate_inputs(options: RunnerOptions, device: torch.device) -> StepInputs:
+    requests, tokens = options.max_requests, max(options.max_requests, options.chunk)
+
+    def integers(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64, device=device)
+
+    def floats(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.float32, device=device)
+
+    return StepInputs(
+        integers(tokens), integers(requests), integers(requests), floats(requests), floats(requests), integers(requests)
+    )
