@@ -166,9 +166,7 @@ class Ops:
         return REFERENCE, "rule: no other route applies", notes
 
 
-def _check_override(
-    source: str, choice: str, call: Call, verdicts: Mapping[str, tuple[RouteSpec, str | None]]
-) -> None:
+def _check_override(source: str, choice: str, call: Call, verdicts: Mapping[str, tuple[RouteSpec, str | None]]) -> None:
     if choice == REFERENCE:
         return
     if choice not in verdicts:
@@ -230,7 +228,7 @@ class _BoundOp:
     def __call__(self, *args: Any, out: Out = None, **kwargs: Any) -> Any:
         key: list[Any] = []
         for position, value in enumerate(args):
-            kind: type[Any] = type(value)
+            kind = value.__class__
             if kind is torch.Tensor:
                 key += (value.shape, value.dtype)
             elif kind in _PLAIN:

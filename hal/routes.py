@@ -94,7 +94,16 @@ class RouteSpec:
 
     def _identity(self) -> tuple[Any, ...]:
         needs = tuple(_code_of(need) for need in self.needs)
-        return (self.op, self.name, _code_of(self.factory), self.backends, needs, self.priority, self.opaque, self.origin)
+        return (
+            self.op,
+            self.name,
+            _code_of(self.factory),
+            self.backends,
+            needs,
+            self.priority,
+            self.opaque,
+            self.origin,
+        )
 
 
 def _code_of(function: Callable[..., Any]) -> Any:

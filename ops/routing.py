@@ -11,7 +11,8 @@ import torch
 
 from halma.hal.dispatch import Spec, op
 from halma.hal.workspace import Workspace
-from halma.ops.products import acc_dtype, row_product
+from halma.ops.linear import product
+from halma.ops.quant import accumulator
 from halma.ops.weight import Weight
 
 _EXP_LIMIT = 80.0
@@ -21,7 +22,7 @@ _LEAST_SUM = 1e-20
 """Keeps the normalisation finite where every chosen score underflowed to 0; changes no other value in fp32."""
 
 
-@op("route_scores", out=lambda x, gate: Spec((x.shape[0], gate.shape[0]), acc_dtype(x.dtype)))
+@op("route_scores", out=lambda x, gate: Spec((x.shape[0], gate.shape[0]), accumulator(x.dtype)))
 def route_scores(x: torch.Tensor, gate: Weight, *, out: torch.Tensor, ws: Workspace) -> None:
     """Affinity of every token to every expert: sqrt(softplus(x . gate)).
 
@@ -30,12 +31,12 @@ def route_scores(x: torch.Tensor, gate: Weight, *, out: torch.Tensor, ws: Worksp
         gate: plain [E, D]; its input is never rounded.
         out: [M, E] acc; product, softplus and root are computed in acc.
     """
-    product = ws.take(tuple(out.shape), out.dtype)
-    row_product(x, gate, product, ws)
-    torch.clamp(product, max=_EXP_LIMIT, out=out)
+    affinity = ws.take(out.shape, out.dtype)
+    product(x, gate, affinity, ws)
+    torch.clamp(affinity, max=_EXP_LIMIT, out=out)
     out.exp_()
     out.log1p_()
-    torch.maximum(out, product, out=out)
+    torch.maximum(out, affinity, out=out)
     out.sqrt_()
 
 

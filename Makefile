@@ -1,0 +1,85 @@
+# `make demo` and `make test` work on a bare machine: each makes .venv itself. `make help` lists the rest.
+#
+#   PYTHON        the Python to build .venv with                (python3)
+#   TORCH         torch, as a pip requirement                   (torch==2.13.0)
+#   TORCH_INDEX   extra package index for torch; https://download.pytorch.org/whl/cpu has CPU-only wheels
+#   REUSE_TORCH   1: do not install torch, see the one that PYTHON has
+#   VENV          where the environment goes                    (.venv)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+REUSE_TORCH ?=
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
+PINS := $(VENV)/pins.txt
+BASE := $(VENV)/.halma-base
+DEV := $(VENV)/.halma-dev
+export PYTHONPATH :=
+
+.PHONY: help demo test lint row nightly bench gpu clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo     install what is needed and let tiny-v4 write some text on the CPU"
+	@echo "make test     lint, then the rows of tests that a pull request must pass"
+	@echo "make lint     ruff, pyright, import-linter, and whether the CI workflow says what ci/matrix.toml says"
+	@echo "make row ROW=ID   one row of ci/matrix.toml"
+	@echo "make nightly  the slow rows"
+	@echo "make bench    benchmarks on the CPU"
+	@echo "make gpu      tests/gpu, on a machine with a GPU: make gpu BACKEND=cuda"
+	@echo "make clean    remove .venv and caches"
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "halma needs Python 3.10 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+
+# torch is pinned by TORCH alone, so that another one can be asked for.
+$(PINS): constraints.txt | $(VENV)/bin/python
+	grep -v '^torch==' constraints.txt >$@
+
+$(BASE): pyproject.toml Makefile $(PINS)
+	@echo "installing halma into $(VENV)"
+	$(PIP) install -c $(PINS) setuptools
+ifeq ($(REUSE_TORCH),1)
+	$(PYTHON) ci/reuse_torch.py $(BIN)/python
+else
+	$(PIP) install -c $(PINS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
+endif
+	$(PIP) install -c $(PINS) --no-build-isolation -e .
+	@touch $@
+
+$(DEV): $(BASE)
+	@echo "installing the tests' tools into $(VENV)"
+	$(PIP) install -c $(PINS) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(BASE)
+	$(BIN)/halma generate --model tiny-v4 --backend cpu --prompt "The President" --max-tokens 96 --table
+
+test: lint
+	$(BIN)/python -m ci.local --tier pr
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	$(BIN)/python -m ci.render --check
+
+row: $(DEV)
+	$(BIN)/python -m ci.local $(ROW)
+
+nightly: $(DEV)
+	$(BIN)/python -m ci.local --tier nightly
+
+bench: $(BASE)
+	$(BIN)/python benchmarks/cpu_decode.py
+
+BACKEND ?= cuda
+gpu: $(DEV)
+	$(BIN)/python -m pytest tests/gpu --halma-backend $(BACKEND) --halma-require-backend $(BACKEND)
+
+clean:
+	rm -rf $(VENV) .nox .halma build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/halma.egg-info

@@ -1,0 +1,1 @@
+"""Benchmarks: commands, never timed tests. ``python -m benchmarks.NAME --help``."""

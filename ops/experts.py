@@ -1,0 +1,183 @@
+"""The expert feed-forward network: SwiGLU with its clamp, the routed experts, and their sum with the shared one."""
+
+from __future__ import annotations
+
+import torch
+
+from halma.hal.dispatch import Spec, op
+from halma.hal.workspace import Workspace
+from halma.ops.linear import ROW_ALIGNMENT
+from halma.ops.quant import accumulator, decode_weight, round_fp8_blocks, widened
+from halma.ops.weight import FP8_BLOCK, PLAIN, Weight
+
+PAIRS_AT_ONCE = 16
+"""Chosen experts whose weights the reference copies at a time: its scratch is this many experts, whatever M."""
+
+
+def swiglu_rows(gate_up: torch.Tensor, limit: float, out: torch.Tensor, scratch: torch.Tensor) -> None:
+    """gate_up [M, 2I] -> out [M, I], with scratch like out; all of one dtype, acc.
+
+    silu is spelt out: ATen's own finishes the last elements of a vector with another exponential on the CPU,
+    so its bits depend on where a row lies (seen with torch 2.13; K7).
+    """
+    width = out.shape[1]
+    torch.clamp(gate_up[:, :width], max=limit, out=out)
+    torch.neg(out, out=scratch)
+    scratch.exp_()
+    scratch.add_(1.0)
+    out.div_(scratch)
+    torch.clamp(gate_up[:, width:], -limit, limit, out=scratch)
+    out.mul_(scratch)
+
+
+@op("swiglu", out=lambda gate_up, limit: Spec((gate_up.shape[0], gate_up.shape[1] // 2), gate_up.dtype))
+def swiglu(gate_up: torch.Tensor, limit: float, *, out: torch.Tensor, ws: Workspace) -> None:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit); the gate is clamped from above only.
+
+    Args:
+        gate_up: [M, 2I] C, gate first.
+        limit: ``swiglu_limit``; applied to both halves before the product.
+        out: [M, I] C; computed in acc, one cast at the end.
+    """
+    acc = accumulator(out.dtype)
+    scratch = ws.take(tuple(out.shape), acc)
+    wide = widened(gate_up, ws)
+    result = out if out.dtype is acc else ws.take(tuple(out.shape), acc)
+    swiglu_rows(wide, limit, result, scratch)
+    if result is not out:
+        out.copy_(result)
+
+
+def sum_of_choices(pairs: torch.Tensor, out: torch.Tensor, choices: int) -> None:
+    """pairs [M * k, D] -> out [M, D]: the k rows of each token added in the order of its choices."""
+    by_token = pairs.view(out.shape[0], choices, out.shape[1])
+    if choices == 1:
+        out.copy_(by_token[:, 0])
+        return
+    torch.add(by_token[:, 0], by_token[:, 1], out=out)
+    for choice in range(2, choices):
+        out.add_(by_token[:, choice])
+
+
+@op(
+    "expert_ffn",
+    out=lambda x, ids, weights, gate_up, down, limit: Spec(tuple(x.shape), accumulator(x.dtype)),
+)
+def expert_ffn(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    limit: float,
+    *,
+    out: torch.Tensor,
+    ws: Workspace,
+) -> None:
+    """The weighted sum of every token's chosen experts: sum over e of (swiglu(x . w1_e, x . w3_e) * weight_e) . w2_e.
+
+    The weight is multiplied in before w2, as the official code does. Where a weight asks for fp8 activations,
+    x and the weighted input of w2 are rounded to e4m3 per 128 channels.
+
+    Args:
+        x: [M, D] C.
+        ids: [M, k] int64 within [0, E), in padding rows too.
+        weights: [M, k] acc.
+        gate_up: logical [E, 2I, D], the rows of w1, then those of w3.
+        down: logical [E, D, I].
+        limit: ``swiglu_limit``.
+        out: [M, D] acc, summed in the order of the choices.
+    """
+    rows, width = x.shape
+    choices, inner, acc = ids.shape[1], down.shape[2], out.dtype
+    pairs = rows * choices
+    flat = ids.view(pairs)
+    entry = ws.take((rows, choices, width), acc)
+    entry.copy_(_rounded(widened(x, ws), gate_up, ws).unsqueeze(1).expand(rows, choices, width))
+    hidden = ws.take((pairs, 2 * inner), acc)
+    active = ws.take((pairs, inner), acc)
+    scratch = ws.take((pairs, inner), acc)
+    result = ws.take((pairs, width), acc)
+    _chosen_products(entry.view(pairs, width), flat, gate_up, hidden, ws)
+    swiglu_rows(hidden, limit, active, scratch)
+    active.mul_(weights.view(pairs, 1))
+    _chosen_products(_rounded(active, down, ws), flat, down, result, ws)
+    sum_of_choices(result, out, choices)
+
+
+def _rounded(x: torch.Tensor, weight: Weight, ws: Workspace) -> torch.Tensor:
+    if weight.activation is None:
+        return x
+    rounded = ws.take(tuple(x.shape), x.dtype)
+    round_fp8_blocks(x, FP8_BLOCK, rounded, ws)
+    return rounded
+
+
+def _chosen_products(x: torch.Tensor, ids: torch.Tensor, stack: Weight, out: torch.Tensor, ws: Workspace) -> None:
+    """out[p] = stack[ids[p]] . x[p] for every pair p, a few pairs at a time."""
+    pairs = x.shape[0]
+    node = ws.enter("tile")
+    try:
+        tile = _Tile(stack, min(PAIRS_AT_ONCE, pairs), x.dtype, ws)
+        for first in range(0, pairs, PAIRS_AT_ONCE):
+            last = min(first + PAIRS_AT_ONCE, pairs)
+            matrices = tile.fill(ids[first:last], ws)
+            # One row vector per item: the form whose bits are those of a product on its own (K7).
+            torch.bmm(x[first:last].unsqueeze(1), matrices.transpose(1, 2), out=out[first:last].unsqueeze(1))
+    finally:
+        ws.leave(node)
+
+
+class _Tile:
+    """Scratch for the matrices of a few chosen experts, each starting at an aligned address.
+
+    BLAS gives other bits for a matrix that does not start at 16 bytes (seen with MKL), so a matrix of an odd
+    size must not lie at an address that depends on its place in the tile.
+    """
+
+    def __init__(self, stack: Weight, size: int, dtype: torch.dtype, ws: Workspace) -> None:
+        _, rows, columns = stack.shape
+        unit = ROW_ALIGNMENT // dtype.itemsize
+        padded = -(-rows * columns // unit) * unit
+        self._stack = stack
+        self._wide = ws.take((size, padded), dtype)[:, : rows * columns].unflatten(1, (rows, columns))
+        self._direct = stack.format == PLAIN and stack.data.dtype is dtype
+        self._data = self._wide if self._direct else ws.take((size, *stack.data.shape[1:]), stack.data.dtype)
+        scale = stack.scale
+        self._scale = None if scale is None else ws.take((size, *scale.shape[1:]), scale.dtype)
+
+    def fill(self, ids: torch.Tensor, ws: Workspace) -> torch.Tensor:
+        """The matrices [len(ids), N, K] in the tile's dtype, until the next fill."""
+        count = ids.shape[0]
+        wide = self._wide[:count]
+        _gather(self._stack.data, ids, self._data[:count])
+        if not self._direct:
+            scale = None if self._scale is None else self._scale[:count]
+            if scale is not None and self._stack.scale is not None:
+                _gather(self._stack.scale, ids, scale)
+            node = ws.enter("decode")
+            try:
+                decode_weight(Weight(self._data[:count], scale, self._stack.format), wide, ws)
+            finally:
+                ws.leave(node)
+        return wide
+
+
+def _gather(source: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    if source.dtype.itemsize == 1:  # index_select does not know the fp8 types
+        source, out = source.view(torch.uint8), out.view(torch.uint8)
+    torch.index_select(source, 0, ids, out=out)
+
+
+@op("add_rows", out=lambda a, b, dtype: Spec(tuple(a.shape), dtype))
+def add_rows(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor, ws: Workspace) -> None:
+    """a [M, D] + b [M, D], any floating dtypes, summed in acc -> out [M, D] of ``dtype``, one cast at the end."""
+    if a.dtype is b.dtype is dtype:
+        torch.add(a, b, out=out)
+        return
+    acc = torch.float64 if torch.float64 in (a.dtype, b.dtype, dtype) else torch.float32
+    total = out if dtype is acc else ws.take(tuple(out.shape), acc)
+    total.copy_(a)
+    total.add_(b if b.dtype is acc else ws.take(tuple(b.shape), acc).copy_(b))
+    if total is not out:
+        out.copy_(total)

@@ -1,0 +1,166 @@
+"""Manifold-constrained hyper-connections (mHC): n residual streams, mixed before and after every sublayer.
+
+fn, base and scale are stored as the checkpoint has them: rows ``pre`` (n), ``post`` (n), ``comb`` (n*n).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from halma.hal.dispatch import Spec, like, op
+from halma.hal.errors import DispatchError
+from halma.hal.workspace import Workspace
+from halma.ops.linear import row_product
+from halma.ops.norm import inverse_rms
+from halma.ops.quant import accumulator, widened
+
+
+def _pre_outputs(streams: torch.Tensor, *_: object, **__: object) -> tuple[Spec, ...]:
+    rows, count, width = streams.shape
+    dtype = accumulator(streams.dtype)
+    return Spec((rows, width), streams.dtype), Spec((rows, count), dtype), Spec((rows, count, count), dtype)
+
+
+@op("hc_pre", out=_pre_outputs)
+def hc_pre(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ws: Workspace,
+) -> None:
+    """What enters a sublayer, and how its result goes back.
+
+    Args:
+        streams: [M, n, D], contiguous.
+        fn, base, scale: [2n + n*n, n*D], [2n + n*n], [3]; fp32 (fp64 for fp64 streams).
+        rms_eps: of the unweighted norm over all n*D channels.
+        hc_eps: added to pre, to the softmax and to every sum that divides.
+        iterations: Sinkhorn rounds: the columns once, then ``iterations - 1`` times rows and columns.
+
+    Returns x [M, D] in the carrier, post [M, n] and comb [M, n, n] in the accumulator type; ``hc_post`` applies
+    comb with its first index summed.
+    """
+    x, post, comb = out
+    rows, count, _ = streams.shape
+    wide = widened(streams, ws)
+    mixes = _mixes(wide, fn, rms_eps, ws)
+    gates = _uncoalesced(rows, 2 * count, wide.dtype, ws)
+    pre = gates[:, :count]
+    logits = ws.take((rows, count, count), wide.dtype)
+    torch.addcmul(base[:count], mixes[:, :count], scale[0:1], out=pre)
+    torch.addcmul(base[count : 2 * count], mixes[:, count : 2 * count], scale[1:2], out=gates[:, count:])
+    torch.addcmul(base[2 * count :], mixes[:, 2 * count :], scale[2:3], out=logits.view(rows, -1))
+    gates.sigmoid_()
+    torch.mul(gates[:, count:], 2.0, out=post)
+    _weighted_sum(pre.add_(hc_eps), wide, x, ws)
+    _sinkhorn(logits, hc_eps, iterations, comb, ws)
+
+
+def _uncoalesced(rows: int, width: int, dtype: torch.dtype, ws: Workspace) -> torch.Tensor:
+    """Scratch [rows, width] with a gap behind each row, so that torch loops over rows one at a time.
+
+    Without it elementwise kernels run over all rows in vectors and end with scalar code, whose ``exp`` has other
+    bits: a row's sigmoid then depends on how many rows there are (seen at 8 rows of 8).
+    """
+    return ws.take((rows, width + 1), dtype)[:, :width]
+
+
+def _mixes(streams: torch.Tensor, fn: torch.Tensor, rms_eps: float, ws: Workspace) -> torch.Tensor:
+    """streams [M, n, D] -> [M, rows of fn]: fn applied to the normalised, flattened streams."""
+    rows, count, width = streams.shape
+    if fn.dtype != streams.dtype or fn.shape[1] != count * width:
+        raise DispatchError(
+            "the mixing weights do not fit the streams",
+            asked=f"fn {streams.dtype} [.., {count * width}]",
+            found=f"{fn.dtype} {list(fn.shape)}",
+            do="load fn, base and scale in the accumulator type",
+        )
+    flat = streams.view(rows, count * width)
+    inverse = inverse_rms(flat, rms_eps, ws)
+    mixes = ws.take((rows, fn.shape[0]), streams.dtype)
+    row_product(flat, fn, mixes, ws)
+    return mixes.mul_(inverse)
+
+
+def _weighted_sum(weights: torch.Tensor, streams: torch.Tensor, out: torch.Tensor, ws: Workspace) -> None:
+    """weights [M, n], streams [M, n, D] (accumulator) -> out [M, D] in any carrier."""
+    result = out if out.dtype == streams.dtype else ws.take(out.shape, streams.dtype)
+    torch.bmm(weights.unsqueeze(1), streams, out=result.unsqueeze(1))
+    if result is not out:
+        out.copy_(result)
+
+
+def _sinkhorn(logits: torch.Tensor, eps: float, iterations: int, out: torch.Tensor, ws: Workspace) -> None:
+    """softmax over the last axis plus eps, then columns, rows, columns, ..: each divided by its sum plus eps.
+
+    The matrix itself is not touched: it stays diag(a) S diag(b), and dividing rows by ``a (S b) + eps`` turns
+    1/a into ``S b + eps * (1/a)``. So a half round is a tiny product with eps folded in and a reciprocal of n
+    numbers: two calls of ATen where sum, add and division of the matrix are three (20 rounds, 8 times a token
+    in a model of four layers).
+    """
+    rows, count, _ = logits.shape
+    start = ws.take(logits.shape, logits.dtype)
+    torch.softmax(logits, -1, out=start)
+    start.add_(eps)
+    ones = ws.take((3, rows, count, 1), logits.dtype).fill_(1.0)
+    over_a, over_b, a = ones[0], ones[1], ones[2]
+    b = ws.take((rows, count, 1), logits.dtype)
+    turned = start.transpose(1, 2)
+    baddbmm, reciprocal = torch.baddbmm, torch.reciprocal
+    for turn in range(iterations):
+        if turn:
+            baddbmm(over_a, start, b, beta=eps, out=over_a)
+            reciprocal(over_a, out=a)
+        baddbmm(over_b, turned, a, beta=eps, out=over_b)
+        reciprocal(over_b, out=b)
+    torch.mul(start, a, out=out).mul_(b.transpose(1, 2))
+
+
+@op("hc_post", out=lambda y, streams, post, comb: like(streams))
+def hc_post(
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    ws: Workspace,
+) -> None:
+    """y [M, D], streams [M, n, D], post [M, n], comb [M, n, n] -> [M, n, D].
+
+    Stream k becomes ``post[k] * y + sum_j comb[j, k] * streams[j]``, summed in the accumulator type.
+    """
+    wide, addend = widened(streams, ws), widened(y, ws)
+    if addend.dtype != wide.dtype:
+        raise DispatchError("y and streams differ", asked=f"{streams.dtype} streams", found=f"{y.dtype} y")
+    result = out if out.dtype == wide.dtype else ws.take(out.shape, wide.dtype)
+    torch.bmm(comb.transpose(1, 2), wide, out=result)
+    result.addcmul_(post.unsqueeze(2), addend.unsqueeze(1))
+    if result is not out:
+        out.copy_(result)
+
+
+@op("hc_head", out=lambda streams, *_, **__: Spec((streams.shape[0], streams.shape[2]), streams.dtype))
+def hc_head(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    *,
+    out: torch.Tensor,
+    ws: Workspace,
+) -> None:
+    """streams [M, n, D] -> [M, D]: the sum that ends the model; fn [n, n*D], base [n], scale [1] or scalar."""
+    wide = widened(streams, ws)
+    mixes = _mixes(wide, fn, rms_eps, ws)
+    weights = _uncoalesced(*mixes.shape, mixes.dtype, ws)
+    torch.addcmul(base, mixes, scale, out=weights)
+    _weighted_sum(weights.sigmoid_().add_(hc_eps), wide, out, ws)

@@ -1,0 +1,229 @@
+"""``halma generate``: text out of a model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halma.cli.output import emit_json, print_table, progress_bar
+from halma.hal.errors import RequestError
+from halma.hal.settings import settings
+
+if TYPE_CHECKING:
+    from halma.models.deepseek_v4.engine import Engine, Generation, Request
+    from halma.models.deepseek_v4.load import Loaded
+
+
+def generate(
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 0,17,42.")] = None,
+    model: Annotated[str, typer.Option(help="A checkpoint directory, or tiny-v4, which comes with halma.")] = "tiny-v4",
+    backend: Annotated[str | None, typer.Option(help="cpu, cuda, musa or a plugin's name.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus: the likeliest tokens that hold this much probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same text, at any batch size.")] = 0,
+    batch: Annotated[
+        int, typer.Option(help="Requests decoded together; a single prompt is repeated with seeds seed, seed+1, ...")
+    ] = 1,
+    context: Annotated[int | None, typer.Option(help="Tokens of context; by default what the prompts need.")] = None,
+    arithmetic: Annotated[
+        str | None, typer.Option(help="exact or shipping; by default exact on cpu, shipping elsewhere.")
+    ] = None,
+    chunk: Annotated[int, typer.Option(help="Most prompt tokens in one step.")] = 64,
+    graph: Annotated[bool | None, typer.Option(help="Capture and replay; default: HALMA_GRAPH.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on past the end-of-text token.")] = False,
+    stream: Annotated[bool, typer.Option(help="Show text as it comes.")] = True,
+    table: Annotated[bool | None, typer.Option(help="End with a table; by default on a terminal.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> None:
+    """Generate text: from --prompt, --file, or standard input."""
+    import halma
+    from halma.models.deepseek_v4.engine import Engine
+    from halma.models.deepseek_v4.load import load_v4, resolve_model
+
+    if batch < 1:
+        raise RequestError("a batch needs at least one request", asked=f"--batch {batch}", do="--batch 1 or more")
+    if max_tokens < 1:
+        raise RequestError("nothing to generate", asked=f"--max-tokens {max_tokens}", do="--max-tokens 1 or more")
+    chosen = halma.backend(backend)
+    source = resolve_model(model)
+    prompts = _prompts(prompt, file, prompt_ids, source.encode)
+    if len(prompts) == 1:
+        prompts = prompts * batch
+    need = max(map(len, prompts)) + max_tokens
+    options = source.options(
+        backend=chosen,
+        arithmetic=arithmetic,
+        max_requests=min(batch, len(prompts)),
+        max_context=context or need,
+        chunk=chunk,
+        graph=settings().graph if graph is None else graph,
+        checked=settings().checked,
+    )
+    requests = source.requests(
+        prompts, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
+    )
+    with progress_bar("loading", disable=json) as loading:
+        loaded = load_v4(source, chosen, options, progress=loading)
+    show = _Show(loaded, stream=stream and not json)
+    engine = Engine(loaded.runner, on_token=show.token)
+    generations = [engine.submit(request) for request in requests]
+    run = _run(engine, loaded, requests, show_progress=not json)
+    show.rest(generations)
+    result = _result(loaded, engine, generations, run)
+    if json:
+        emit_json(result)
+    elif table if table is not None else sys.stdout.isatty():
+        _print_summary(result)
+
+
+@dataclass(frozen=True)
+class _Run:
+    seconds: float
+    prefill_seconds: float
+    tokens: int
+
+
+def _prompts(
+    texts: list[str] | None, file: Path | None, ids: str | None, encode: Callable[[str], tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    given = [name for name, value in (("--prompt", texts), ("--file", file), ("--prompt-ids", ids)) if value is not None]
+    if len(given) > 1:
+        raise RequestError("the prompt was given twice", found=" and ".join(given), do="give one of them")
+    if ids is not None:
+        try:
+            return [tuple(int(part) for part in ids.split(","))]
+        except ValueError as error:
+            raise RequestError(
+                "token ids must be integers", asked=f"--prompt-ids {ids}", do="--prompt-ids 0,17,42"
+            ) from error
+    if file is not None:
+        try:
+            texts = [_decode(file.read_bytes(), str(file))]
+        except OSError as error:
+            raise RequestError(
+                "the prompt file cannot be read", asked=str(file), found=error.strerror or str(error)
+            ) from error
+    elif texts is None:
+        if sys.stdin.isatty():
+            raise RequestError("no prompt was given", do='halma generate --prompt "The President", or pipe text in')
+        texts = [_decode(sys.stdin.buffer.read(), "standard input")]
+    for text in texts:
+        if not text.strip():
+            raise RequestError("the prompt is empty", found=f"{len(text)} characters, none of them visible",
+                               do='halma generate --prompt "The President"')
+    return [encode(text) for text in texts]
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "the prompt is not valid UTF-8",
+            asked=f"text from {where}",
+            found=f"byte 0x{data[error.start]:02x} at offset {error.start} of {len(data)}",
+            do="convert it, for example: iconv -f latin1 -t utf-8",
+        ) from error
+
+
+class _Show:
+    """Streams the first request; the others are shown whole at the end."""
+
+    def __init__(self, loaded: Loaded, *, stream: bool) -> None:
+        self._codec = loaded.codec
+        self._stream = stream
+        self._streams: dict[int, Any] = {}
+
+    def token(self, generation: Generation, token: int) -> None:
+        if not self._stream or generation.id != 0 or self._codec is None:
+            return
+        decoder = self._streams.setdefault(0, self._codec.stream())
+        if not generation.tokens[:-1]:
+            sys.stdout.write(self._codec.decode(list(generation.request.prompt)))
+        sys.stdout.write(decoder.push(token))
+        sys.stdout.flush()
+
+    def rest(self, generations: list[Generation]) -> None:
+        if not self._stream:
+            return
+        if 0 in self._streams:
+            sys.stdout.write(self._streams[0].finish() + "\n")
+        for number, generation in enumerate(generations[0 if self._codec is None else 1 :], start=2):
+            shown = str(generation.tokens) if self._codec is None else self._codec.decode(
+                [*generation.request.prompt, *generation.tokens])
+            sys.stdout.write(f"\n[{number}/{len(generations)}] {shown}\n")
+        sys.stdout.flush()
+
+
+def _run(engine: Engine, loaded: Loaded, requests: list[Request], *, show_progress: bool) -> _Run:
+    variants = sorted({"sample" if request.temperature > 0 else "greedy" for request in requests})
+    descriptors = loaded.runner.descriptors(variants)
+    with progress_bar("capturing", total=len(descriptors), disable=not show_progress) as capturing:
+        loaded.runner.prepare(descriptors, progress=lambda _: capturing(1, len(descriptors), ""))
+    begin = time.perf_counter()
+    engine.step()
+    first = time.perf_counter()
+    already = engine.counters.tokens
+    while engine.busy:
+        engine.step()
+    end = time.perf_counter()
+    return _Run(end - first, first - begin, engine.counters.tokens - already)
+
+
+def _result(loaded: Loaded, engine: Engine, generations: list[Generation], run: _Run) -> dict[str, Any]:
+    runner, codec = loaded.runner, loaded.codec
+    texts = ["" if codec is None else codec.decode(g.tokens) for g in generations]
+    rate = run.tokens / run.seconds if run.seconds and run.tokens else 0.0
+    return {
+        "schema": "halma.generate/1",
+        "text": texts[0],
+        "token_ids": generations[0].tokens,
+        "finish": generations[0].finish,
+        "tokens_per_second": rate,
+        "backend": runner.backend.name,
+        "evidence": runner.backend.evidence,
+        "arithmetic": runner.options.arithmetic,
+        "model": loaded.name,
+        "batch": runner.options.max_requests,
+        "generations": [
+            {"text": text, "token_ids": g.tokens, "finish": g.finish, "prompt_tokens": len(g.request.prompt)}
+            for text, g in zip(texts, generations, strict=True)
+        ],
+        "seconds": {"first_step": run.prefill_seconds, "decode": run.seconds},
+        "graphs": {
+            "captured": len(runner.ladder),
+            "replayed_steps": engine.counters.replayed,
+            "eager_steps": engine.counters.eager,
+            "why_eager": runner.ladder.eager_steps,
+        },
+        "memory_bytes": {
+            "weights": loaded.weight_bytes,
+            "state": runner.model.state.nbytes,
+            "workspace": runner.workspace.report().total,
+        },
+    }
+
+
+def _print_summary(result: dict[str, Any]) -> None:
+    memory, graphs = result["memory_bytes"], result["graphs"]
+    rows = [
+        ("backend", result["backend"]),
+        ("evidence", result["evidence"]),
+        ("arithmetic", result["arithmetic"]),
+        ("tokens/s", f"{result['tokens_per_second']:.1f}"),
+        ("graphs", f"{graphs['captured']} captured, {graphs['replayed_steps']} steps replayed, "
+                   f"{graphs['eager_steps']} eager"),
+        *((("why eager", "; ".join(f"{why} ({count})" for why, count in graphs["why_eager"].items())),)
+          if graphs["why_eager"] else ()),
+        ("memory", ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in memory.items())),
+    ]
+    print_table(("", ""), rows)

@@ -1,0 +1,164 @@
+"""The engine: whoever shares a batch, each request gets the tokens it gets alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from halma.hal.errors import RequestError
+from halma.models.deepseek_v4.engine import Engine, Request
+from halma.models.deepseek_v4.runner import RunnerOptions
+from tests.cpu.model.small import alone, small_runner
+
+LENGTHS = st.integers(1, 90)
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> list[tuple[Request, int]]:
+    """Requests of unequal length with the step at which each arrives."""
+    arrivals: list[tuple[Request, int]] = []
+    for number in range(draw(st.integers(2, 6))):
+        length, seed = draw(LENGTHS), draw(st.integers(0, 2**31 - 1))
+        generator = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(0, 200, (length,), generator=generator).tolist()
+        request = Request(
+            tuple(prompt),
+            max_tokens=draw(st.integers(1, 24)),
+            temperature=draw(st.sampled_from([0.0, 0.0, 0.8])),
+            top_p=draw(st.sampled_from([1.0, 0.9])),
+            seed=seed,
+        )
+        arrivals.append((request, draw(st.integers(0, 12)) * (number > 0)))
+    return arrivals
+
+
+def serve(engine: Engine, arrivals: list[tuple[Request, int]]) -> list[list[int]]:
+    pending = sorted(enumerate(arrivals), key=lambda item: item[1][1])
+    generations: dict[int, object] = {}
+    step = 0
+    while pending or engine.busy:
+        while pending and pending[0][1][1] <= step:
+            number, (request, _) = pending.pop(0)
+            generations[number] = engine.submit(request)
+        engine.step()
+        step += 1
+    return [generations[number].tokens for number in range(len(arrivals))]  # type: ignore[attr-defined]
+
+
+@pytest.mark.invariant("M7")
+@pytest.mark.invariant("K7")
+@pytest.mark.parametrize("arithmetic", ["exact", "shipping"])
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(arrivals=traffic())
+def test_neighbours_do_not_change_a_requests_tokens(arithmetic, arrivals):
+    runner = small_runner(arithmetic, max_requests=3)
+    found = serve(Engine(runner), arrivals)
+    assert found == [alone(arithmetic, request) for request, _ in arrivals]
+
+
+@pytest.mark.invariant("M7", control=True)
+def test_a_request_alone_is_reproducible():
+    request = Request((5, 9, 2), max_tokens=12)
+    assert alone("exact", request) == alone("exact", request) and len(alone("exact", request)) == 12
+
+
+@pytest.mark.invariant("M10")
+def test_a_seed_gives_the_same_text_at_any_batch_size():
+    request = Request((5, 9, 2), max_tokens=16, temperature=1.0, top_p=0.95, seed=7)
+    crowd = [request, *(Request((3, n), 20, temperature=1.0, seed=n) for n in range(2))]
+    found = Engine(small_runner("exact", max_requests=3)).run(crowd)
+    assert found[0].tokens == alone("exact", request)
+    assert found[0].tokens != alone("exact", Request((5, 9, 2), 16, temperature=1.0, top_p=0.95, seed=8))
+
+
+@pytest.mark.invariant("M5")
+def test_a_stop_token_ends_the_request_there():
+    whole = alone("exact", Request((5, 9, 2), max_tokens=20))
+    stop = whole[6]
+    generation = Engine(small_runner("exact")).run([Request((5, 9, 2), 20, stop=frozenset({stop}))])[0]
+    assert generation.tokens == whole[: whole.index(stop) + 1] and generation.finish == "stop"
+
+
+@pytest.mark.invariant("M9")
+def test_a_request_without_pages_waits_with_its_reason_and_the_running_one_is_unharmed():
+    first, second = Request((1, 2), max_tokens=300), Request((3, 4), max_tokens=5)
+    runner = small_runner("exact", max_requests=2, max_context=512, pages=2)
+    engine = Engine(runner)
+    running, waiting = engine.submit(first), engine.submit(second)
+    engine.step()
+    assert engine.why_waiting() == "1 pages needed, 0 free" and not waiting.tokens
+    while engine.busy:
+        engine.step()
+    assert running.tokens == alone("exact", first, max_context=512)
+    assert waiting.tokens == alone("exact", second, max_context=512)
+
+
+@pytest.mark.invariant("M9", control=True)
+def test_with_pages_enough_both_run_at_once():
+    engine = Engine(small_runner("exact", max_requests=2, max_context=512))
+    engine.submit(Request((1, 2), max_tokens=300))
+    engine.submit(Request((3, 4), max_tokens=5))
+    engine.step()
+    assert engine.why_waiting() == "" and len(engine.running) == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request((), 4), "empty"),
+        (Request((1,), 0), "nothing to generate"),
+        (Request((10_000,), 4), "does not know"),
+        (Request((-1,), 4), "does not know"),
+        (Request(tuple(range(100)), 200), "longer than the context"),
+        (Request((1,), 4, temperature=-1.0), "out of range"),
+        (Request((1,), 4, temperature=float("nan")), "out of range"),
+        (Request((1,), 4, top_p=0.0), "out of range"),
+    ],
+)
+def test_a_request_that_could_never_run_is_refused_at_once(request_, words):
+    engine = Engine(small_runner("exact"))
+    with pytest.raises(RequestError, match=words):
+        engine.submit(request_)
+    assert not engine.busy
+
+
+def test_more_pages_than_there_are_is_refused_at_once():
+    engine = Engine(small_runner("exact", max_requests=2, max_context=512, pages=1))
+    with pytest.raises(RequestError, match="more pages"):
+        engine.submit(Request((1,), 400))
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "shipping"])
+def test_replay_is_bit_identical_to_eager_over_a_whole_generation(arithmetic):
+    """Checked mode: every freed block and every padding row is poison."""
+    logits: dict[bool, list[torch.Tensor]] = {}
+    tokens: dict[bool, list[list[int]]] = {}
+    for graph in (True, False):
+        runner = small_runner(arithmetic, max_requests=3, graph=graph, checked=True, fresh=True)
+        seen = logits[graph] = []
+        plain = runner.step
+
+        def step(descriptor, plain=plain, seen=seen, runner=runner):
+            chosen, found = plain(descriptor)
+            real = int((runner.inputs.count[: descriptor.num_requests] > 0).sum())
+            seen.append(found[:real].clone())
+            return chosen, found
+
+        runner.step = step
+        engine = Engine(runner)
+        requests = [Request((5, 9, 2), 30), Request(tuple(range(70)), 20), Request((7,), 9)]
+        tokens[graph] = [generation.tokens for generation in engine.run(requests)]
+        assert (engine.counters.eager == 0) == graph and engine.counters.decode_steps > 20
+        runner.close()
+    assert tokens[True] == tokens[False]
+    assert len(logits[True]) == len(logits[False])
+    for replayed, eager in zip(logits[True], logits[False], strict=True):
+        assert torch.equal(replayed, eager) and replayed.isfinite().all()
+
+
+def test_options_that_exceed_the_model_are_refused():
+    with pytest.raises(RequestError, match="longer than the model allows"):
+        small_runner("exact", max_context=100_000)
+    assert RunnerOptions().max_context == 1024
