@@ -28,6 +28,7 @@ from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.device_value import DeviceValue
 from halma.hal.errors import DispatchError
 from halma.hal.graph.current import current_recorder
+from halma.hal.graph.scope import note_failure
 from halma.hal.op_table import OpSpec, OpTable, OutRule, Spec, like, op, table
 from halma.hal.routes import OWN, REFERENCE, Call, Launcher, Requirement, RouteSpec
 from halma.hal.workspace import Workspace
@@ -256,13 +257,18 @@ class _BoundOp:
         elif outputs:
             out = kwargs["out"] = tuple([workspace.take(spec.shape, spec.dtype) for spec in outputs])
         node = workspace.enter(self._spec.name)
+        workspace.in_op += 1
         try:
             if plan.opaque:
                 self._launch(plan, args, kwargs)
             else:
                 plan.run(*args, ws=workspace, **kwargs)
+        except BaseException as error:
+            note_failure(error)
+            raise
         finally:
             workspace.leave(node)
+            workspace.in_op -= 1
         return out
 
     def _key_of(self, value: Any) -> Any:

@@ -107,6 +107,8 @@ class Workspace:
         self.device = torch.device(device)
         self.checked = checked
         self.sealed = False
+        self.in_op = 0
+        """Depth of op calls and of the workspace's own work: at 0, arithmetic is a program's own (W5)."""
         self._roots: dict[str, _Scope] = {"main": _Scope("main", None)}
         self._current = self._roots["main"]
         self._lanes_in_use: set[str] = set()
@@ -247,18 +249,19 @@ class Workspace:
             self._poison(self._roots[name])
 
     def _poison(self, scope: _Scope) -> None:
-        if scope.memory is not None:
-            if scope.memory.numel():
-                scope.memory.fill_(POISON_BYTE)
-            return
-        for take in scope.takes:
-            if take.memory is not None:
-                take.memory.fill_(POISON_BYTE)
+        whole = scope.memory
+        pieces = [whole] if whole is not None else [take.memory for take in scope.takes]
+        self.in_op += 1
+        for piece in pieces:
+            if piece is not None and piece.numel():
+                piece.fill_(POISON_BYTE)
+        self.in_op -= 1
 
     # -- plan ---------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Close whatever an exception left open; addresses and plan stay."""
+        self.in_op = 0
         if self.checked:
             scope: _Scope | None = self._current
             while scope is not None:

@@ -17,6 +17,7 @@ import torch
 from halma.hal.dispatch import Call
 from halma.hal.workspace import ALIGNMENT, Workspace
 from halma.ops.experts import sum_of_choices, swiglu_rows
+from halma.ops.linear import ROW_ALIGNMENT, aligned_rows
 from halma.ops.quant import accumulator, round_fp8_blocks
 from halma.ops.weight import FP8_BLOCK, PLAIN, Weight
 
@@ -54,7 +55,7 @@ class _Rounding:
     def __init__(self, target: torch.Tensor, ws: Workspace) -> None:
         self._target = target
         # Rounding holds at most four tensors like its input at a time, and its scales.
-        self._memory = ws.take((5 * target.nbytes + 16 * ALIGNMENT,), torch.uint8)
+        self._memory = ws.take((5 * target.numel() * target.itemsize + 16 * ALIGNMENT,), torch.uint8)
         self._views: list[torch.Tensor] = []
         self._next = 0
         self._used = 0
@@ -90,10 +91,12 @@ def expert_rows(
     pairs = rows * choices
     first, second = _experts_of(gate_up), _experts_of(down)
     hidden = ws.take((pairs, 2 * inner), acc)
-    active = ws.take((pairs, inner), acc)
+    active = aligned_rows((pairs, inner), acc, ws)
     scratch = ws.take((pairs, inner), acc)
     result = ws.take((pairs, width), acc)
-    entry = x if x.dtype is acc and gate_up.activation is None else ws.take((rows, width), acc)
+    offsets = (x.storage_offset() | x.stride(0)) * acc.itemsize
+    direct = x.dtype is acc and gate_up.activation is None and offsets % ROW_ALIGNMENT == 0
+    entry = x if direct else aligned_rows((rows, width), acc, ws)
     round_entry = _Rounding(entry, ws) if gate_up.activation else None
     round_active = _Rounding(active, ws) if down.activation else None
     factors, flat = weights.view(pairs, 1), ids.view(pairs)

@@ -6,7 +6,7 @@ import torch
 
 from halma.hal.dispatch import Spec, op
 from halma.hal.workspace import Workspace
-from halma.ops.linear import ROW_ALIGNMENT
+from halma.ops.linear import ROW_ALIGNMENT, aligned_rows
 from halma.ops.quant import accumulator, decode_weight, round_fp8_blocks, widened
 from halma.ops.weight import FP8_BLOCK, PLAIN, Weight
 
@@ -92,16 +92,18 @@ def expert_ffn(
     choices, inner, acc = ids.shape[1], down.shape[2], out.dtype
     pairs = rows * choices
     flat = ids.view(pairs)
-    entry = ws.take((rows, choices, width), acc)
-    entry.copy_(_rounded(widened(x, ws), gate_up, ws).unsqueeze(1).expand(rows, choices, width))
+    entry = aligned_rows((pairs, width), acc, ws)
+    entry.unflatten(0, (rows, choices)).copy_(_rounded(widened(x, ws), gate_up, ws).unsqueeze(1))
     hidden = ws.take((pairs, 2 * inner), acc)
-    active = ws.take((pairs, inner), acc)
+    active = aligned_rows((pairs, inner), acc, ws)
     scratch = ws.take((pairs, inner), acc)
     result = ws.take((pairs, width), acc)
-    _chosen_products(entry.view(pairs, width), flat, gate_up, hidden, ws)
+    _chosen_products(entry, flat, gate_up, hidden, ws)
     swiglu_rows(hidden, limit, active, scratch)
     active.mul_(weights.view(pairs, 1))
-    _chosen_products(_rounded(active, down, ws), flat, down, result, ws)
+    if down.activation is not None:
+        round_fp8_blocks(active, FP8_BLOCK, active, ws)
+    _chosen_products(active, flat, down, result, ws)
     sum_of_choices(result, out, choices)
 
 

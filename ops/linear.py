@@ -76,14 +76,14 @@ def product(x: torch.Tensor, weight: Weight, out: torch.Tensor, ws: Workspace) -
     """x [M, K] . weight [N, K] -> out [M, N] of any dtype: rounding, widening and decoding as needed."""
     dtype = accumulator(x.dtype)
     if weight.activation is not None:
-        wide = _aligned_scratch(x.shape, dtype, ws)
+        wide = aligned_rows(x.shape, dtype, ws)
         if x.dtype != dtype:
             wide.copy_(x)
             x = wide
         round_fp8_blocks(x, FP8_BLOCK, wide, ws)
         x = wide
     elif x.dtype != dtype:
-        x = _aligned_scratch(x.shape, dtype, ws).copy_(x)
+        x = aligned_rows(x.shape, dtype, ws).copy_(x)
     result = out if out.dtype == dtype else ws.take(out.shape, dtype)
     if weight.format == PLAIN and weight.data.dtype == dtype:
         row_product(x, weight.data, result, ws)
@@ -120,7 +120,7 @@ def row_product(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, ws: Wo
         return
     size = x.dtype.itemsize
     if (x.stride(0) * size % ROW_ALIGNMENT and count > 1) or x.storage_offset() * size % ROW_ALIGNMENT:
-        x = _aligned_scratch(x.shape, x.dtype, ws).copy_(x)
+        x = aligned_rows(x.shape, x.dtype, ws).copy_(x)
     if count == 1:
         torch.mv(matrix, x[0], out=out[0])
     elif bmm_equals_mv(*matrix.shape, x.dtype):
@@ -131,7 +131,7 @@ def row_product(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, ws: Wo
             torch.mv(matrix, x[row], out=out[row])
 
 
-def _aligned_scratch(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, ws: Workspace) -> torch.Tensor:
+def aligned_rows(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, ws: Workspace) -> torch.Tensor:
     """Scratch [M, K] whose rows all start at ROW_ALIGNMENT."""
     rows, width = shape
     unit = ROW_ALIGNMENT // dtype.itemsize

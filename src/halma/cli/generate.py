@@ -47,7 +47,8 @@ def generate(
     """Generate text: from --prompt, --file, or standard input."""
     import halma
     from halma.models.deepseek_v4.engine import Engine
-    from halma.models.deepseek_v4.load import load_v4, resolve_model
+    from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model, with_need
+    from halma.models.deepseek_v4.runner import RunnerOptions
 
     if batch < 1:
         raise RequestError("a batch needs at least one request", asked=f"--batch {batch}", do="--batch 1 or more")
@@ -55,19 +56,18 @@ def generate(
         raise RequestError("nothing to generate", asked=f"--max-tokens {max_tokens}", do="--max-tokens 1 or more")
     chosen = halma.backend(backend)
     source = resolve_model(model)
-    prompts = _prompts(prompt, file, prompt_ids, source.encode)
+    prompts = _prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
     if len(prompts) == 1:
         prompts = prompts * batch
-    need = max(map(len, prompts)) + max_tokens
-    options = source.options(
-        backend=chosen,
-        arithmetic=arithmetic,
+    options = RunnerOptions(
         max_requests=min(batch, len(prompts)),
-        max_context=context or need,
         chunk=chunk,
         graph=settings().graph if graph is None else graph,
         checked=settings().checked,
+        arithmetic=default_arithmetic(chosen, arithmetic),
+        environment_routes=settings().routes,
     )
+    options = with_need(options, context or max(map(len, prompts)) + max_tokens, source.config)
     requests = source.requests(
         prompts, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
     )

@@ -164,9 +164,7 @@ def test_quantised_stacks_are_decoded_on_the_way() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_token_does_not_depend_on_its_neighbours(route: str, sizes: dict[str, Any], dtype: torch.dtype) -> None:
     x, ids, weights, *rest = case(17, dtype=dtype, **sizes)
-    rows_are_invariant(
-        lambda x, i, w: by(route, x, i, w, *rest), x, ids, weights, counts=(1, 2, 3, 5, 8, 16, 17)
-    )
+    rows_are_invariant(lambda x, i, w: by(route, x, i, w, *rest), x, ids, weights, counts=(1, 2, 3, 5, 8, 16, 17))
 
 
 @pytest.mark.invariant("K7")
@@ -250,7 +248,9 @@ def test_one_expert_may_take_everything() -> None:
     x, ids, weights, *rest = case(5, k=1)
     ids.fill_(7)
     for route in ROUTES:
-        torch.testing.assert_close(by(route, x, ids, weights, *rest).double(), plainly(x, ids, weights, *rest))
+        torch.testing.assert_close(
+            by(route, x, ids, weights, *rest).double(), plainly(x, ids, weights, *rest), rtol=0, atol=1e-5
+        )
 
 
 def test_rows_do_little_python_work_at_replay() -> None:

@@ -50,9 +50,7 @@ def test_an_expert_with_a_tiny_score_keeps_its_leading_digits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("experts", "k"), [(16, 4), (7, 1), (256, 6), (5, 5)])
-def test_selection_follows_the_biased_and_weights_the_unbiased_scores(
-    experts: int, k: int, dtype: torch.dtype
-) -> None:
+def test_selection_follows_the_biased_and_weights_the_unbiased_scores(experts: int, k: int, dtype: torch.dtype) -> None:
     scores, bias = rows(9, experts, dtype=dtype).abs(), rows(experts, seed=2)
     ids, weights = run("select_experts", scores, bias, k, 2.5)
     for row in range(9):

@@ -1,0 +1,172 @@
+"""From a model's name to a runner: find it, check that it fits, load it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from halma.hal.backend import Backend
+from halma.hal.errors import ModelError, RequestError
+from halma.models.deepseek_v4.checkpoint import Checkpoint, Progress
+from halma.models.deepseek_v4.config import V4Config
+from halma.models.deepseek_v4.engine import Request
+from halma.models.deepseek_v4.program import Tap
+from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
+from halma.models.deepseek_v4.sizing import check_fits
+from halma.models.deepseek_v4.state import RowFormats, StatePlan, build_state
+from halma.models.deepseek_v4.tokenizer import TextCodec
+
+BUILT_IN = ("tiny-v4",)
+ARITHMETICS = ("exact", "shipping")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found and whose configuration was read; nothing is loaded yet."""
+
+    name: str
+    path: Path
+    config: V4Config
+
+    @cached_property
+    def codec(self) -> TextCodec:
+        """The model's tokenizer. Raises ModelError where there is none."""
+        return TextCodec(self.path, bos=self.config.bos_token_id, vocab_size=self.config.vocab_size)
+
+    @property
+    def codec_or_none(self) -> TextCodec | None:
+        """The tokenizer, or None where the directory holds none."""
+        return self.codec if (self.path / "tokenizer.json").is_file() else None
+
+    def requests(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        ignore_eos: bool,
+    ) -> list[Request]:
+        """One request a prompt, with seeds ``seed``, ``seed + 1``, ..."""
+        stop = frozenset() if ignore_eos else frozenset({self.config.eos_token_id})
+        return [
+            Request(prompt, max_tokens, temperature, top_p, seed + number, stop)
+            for number, prompt in enumerate(prompts)
+        ]
+
+
+def resolve_model(name: str) -> ModelSource:
+    """The model called ``name``: a built-in one, or a checkpoint directory.
+
+    Raises:
+        ModelError: no such model, or a configuration that halma cannot run.
+    """
+    path = Path(str(resources.files("halma") / "data" / name)) if name in BUILT_IN else Path(name)
+    if not path.is_dir():
+        close = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
+        raise ModelError(
+            f'no model called "{name}"' + (f' (did you mean "{close[0]}"?)' if close else ""),
+            asked=name,
+            found=f"neither a built-in model ({', '.join(BUILT_IN)}) nor a directory",
+            do="--model tiny-v4, or --model DIR with config.json and *.safetensors",
+        )
+    return ModelSource(name, path, V4Config.from_file(path))
+
+
+def default_arithmetic(backend: Backend, asked: str | None) -> str:
+    """``asked``, else exact on a plain CPU and shipping elsewhere.
+
+    Raises:
+        RequestError: no such arithmetic.
+    """
+    if asked is None:
+        return "exact" if backend.device.torch_device.type == "cpu" else "shipping"
+    if asked not in ARITHMETICS:
+        raise RequestError(
+            f'no arithmetic called "{asked}"',
+            found="exact (weights dequantised, nothing rounded) and shipping (the official roundings)",
+            do="--arithmetic exact, or --arithmetic shipping",
+        )
+    return asked
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model on a device. ``codec`` is None where the directory holds no tokenizer."""
+
+    name: str
+    config: V4Config
+    runner: V4Runner
+    codec: TextCodec | None
+    weight_bytes: int
+
+
+def load_v4(
+    model: str | ModelSource,
+    backend: Backend,
+    options: RunnerOptions,
+    *,
+    carrier: torch.dtype | None = None,
+    tap: Tap | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a model for ``backend``. The carrier defaults to float32 on the CPU and bfloat16 elsewhere.
+
+    Raises:
+        ModelError: the checkpoint is broken, or does not fit; nothing stays allocated.
+    """
+    source = resolve_model(model) if isinstance(model, str) else model
+    device = backend.device.torch_device
+    on_cpu = device.type == "cpu"
+    carrier = carrier or (torch.float32 if on_cpu else torch.bfloat16)
+    checkpoint = Checkpoint.open(source.path, config=source.config)
+    check_fits(
+        checkpoint,
+        backend.device.memory_info(),
+        carrier=carrier,
+        dequantise=on_cpu,
+        state_bytes=state_bytes(source.config, options, carrier),
+    )
+    weights = checkpoint.load(
+        carrier=carrier, arithmetic=options.arithmetic, dequantise=on_cpu, device=device, progress=progress
+    )
+    runner = V4Runner(source.config, weights, backend, options, carrier=carrier, tap=tap)
+    return Loaded(source.name, source.config, runner, source.codec_or_none, weights.nbytes)
+
+
+def state_bytes(config: V4Config, options: RunnerOptions, carrier: torch.dtype) -> int:
+    """Bytes that a runner's state will take, without allocating it."""
+    plan = StatePlan.of(
+        config,
+        slots=options.max_requests,
+        max_context=options.max_context,
+        max_query_len=options.chunk,
+        pages=options.pages,
+    )
+    formats = RowFormats.of(options.arithmetic, options.index_format)
+    return build_state(config, plan, formats, dtype=carrier, device=torch.device("meta")).nbytes
+
+
+def with_need(options: RunnerOptions, need: int, config: V4Config) -> RunnerOptions:
+    """Options with a context of ``need`` tokens.
+
+    Raises:
+        RequestError: longer than the model allows.
+    """
+    if need > config.max_position_embeddings:
+        raise RequestError(
+            "the prompt is longer than the context",
+            asked=f"{need} tokens, prompt and answer together",
+            found=f"the model allows {config.max_position_embeddings}",
+            do="shorten the prompt, or lower --max-tokens",
+        )
+    return replace(options, max_context=need)
+
+

@@ -1,0 +1,245 @@
+"""Greedy choice, seeded sampling, and committing a token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halma.ops import sampling as _family  # noqa: F401  (defines the ops)
+from tests.cpu.ops.checks import check_contract, fresh_ops, poisoned, run, same_bits
+
+
+def logits_of(count: int, vocabulary: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def draw(
+    logits: torch.Tensor,
+    temperature: float | list[float] = 1.0,
+    top_p: float | list[float] = 1.0,
+    seed: int | list[int] = 0,
+    position: int | list[int] = 0,
+) -> torch.Tensor:
+    def each(value: object, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(value if isinstance(value, list) else [value] * len(logits), dtype=dtype)
+
+    return run(
+        "sample_tokens",
+        logits,
+        each(temperature, torch.float32),
+        each(top_p, torch.float32),
+        each(seed, torch.int64),
+        each(position, torch.int64),
+    )
+
+
+# -- greedy ---------------------------------------------------------------------------------------------
+
+
+def test_argmax_takes_the_lower_token_of_equals() -> None:
+    logits = torch.tensor([[1.0, 7.0, 7.0], [5.0, 5.0, 5.0], [-3.0, -2.0, -1.0]])
+    assert run("argmax_tokens", logits).tolist() == [1, 0, 2]
+    wide = torch.zeros(2, 129280)
+    wide[:, [777, 100_000]] = 1.0
+    assert run("argmax_tokens", wide).tolist() == [777, 777]
+
+
+def test_temperature_zero_is_greedy_ties_included() -> None:
+    logits = logits_of(6, 300)
+    logits[0, [299, 17, 40]] = 50.0
+    logits[1] = 0.0
+    for seed in range(5):
+        assert torch.equal(draw(logits, temperature=0.0, seed=seed), run("argmax_tokens", logits))
+    assert draw(logits, temperature=0.0)[:2].tolist() == [17, 0]
+
+
+def test_a_tiny_temperature_is_greedy_too() -> None:
+    logits = logits_of(4, 100)
+    assert torch.equal(draw(logits, temperature=1e-30), logits.argmax(1))
+
+
+# -- distribution ---------------------------------------------------------------------------------------
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, int]:
+    """Pearson's statistic over cells that expect at least 5 draws, the rest pooled; and its degrees of freedom."""
+    expected = probabilities * counts.sum()
+    large = expected >= 5
+    observed = torch.cat([counts[large], counts[~large].sum().view(1)])
+    wanted = torch.cat([expected[large], expected[~large].sum().view(1)])
+    keep = wanted > 0
+    return float(((observed - wanted) ** 2 / wanted)[keep].sum()), int(keep.sum()) - 1
+
+
+def acceptable(statistic: float, freedom: int) -> bool:
+    """Below the 99.9 % point of chi-square, by Wilson and Hilferty's approximation."""
+    return statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def frequencies(logits: torch.Tensor, draws: int, temperature: float, top_p: float, vary: str) -> torch.Tensor:
+    """How often each token is drawn from one row of logits, over many seeds or many positions."""
+    counter = list(range(draws))
+    more = {"seed": counter, "position": 5} if vary == "seed" else {"seed": 5, "position": counter}
+    tokens = draw(logits.expand(draws, -1).contiguous(), temperature, top_p, **more)
+    return torch.bincount(tokens, minlength=logits.shape[1]).double()
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_follow_softmax(temperature: float, vary: str) -> None:
+    logits = logits_of(1, 40)
+    counts = frequencies(logits, 20_000, temperature, 1.0, vary)
+    probabilities = torch.softmax(logits[0].double() / temperature, 0)
+    assert acceptable(*chi_square(counts, probabilities))
+    wrong = torch.softmax(logits[0].double() / (temperature * 1.1), 0)
+    assert not acceptable(*chi_square(counts, wrong)), "the test must tell a temperature from 1.1 times it"
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9])
+def test_draws_stay_in_the_nucleus_and_follow_it(top_p: float) -> None:
+    logits = logits_of(1, 40)
+    probabilities, order = torch.softmax(logits[0].double(), 0).sort(descending=True)
+    size = int((probabilities.cumsum(0) < top_p).sum()) + 1
+    kept = torch.zeros(40, dtype=torch.float64)
+    kept[order[:size]] = probabilities[:size] / probabilities[:size].sum()
+    counts = frequencies(logits, 8000, 1.0, top_p, "seed")
+    assert counts[kept == 0].sum() == 0
+    assert acceptable(*chi_square(counts, kept))
+    assert (counts[order[:size]] > 0).all()
+
+
+def test_a_small_top_p_leaves_the_best_token() -> None:
+    logits = logits_of(50, 64)
+    assert torch.equal(draw(logits, top_p=1e-6, seed=list(range(50))), logits.argmax(1))
+
+
+def test_one_seed_gives_independent_tokens_at_successive_positions() -> None:
+    """Pairs of successive draws fill the square evenly."""
+    tokens = draw(torch.zeros(9000, 8), seed=3, position=list(range(9000)))
+    pairs = torch.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64).double()
+    assert acceptable(*chi_square(pairs, torch.full((64,), 1 / 64, dtype=torch.float64)))
+
+
+def test_neighbouring_seeds_give_unrelated_tokens() -> None:
+    first = draw(torch.zeros(9000, 8), seed=11, position=list(range(9000)))
+    second = draw(torch.zeros(9000, 8), seed=12, position=list(range(9000)))
+    pairs = torch.bincount(first * 8 + second, minlength=64).double()
+    assert acceptable(*chi_square(pairs, torch.full((64,), 1 / 64, dtype=torch.float64)))
+
+
+def test_excluded_and_hopeless_tokens_are_never_drawn() -> None:
+    logits = torch.zeros(3000, 6)
+    logits[:, 1] = float("-inf")
+    logits[:, 2] = -1e30
+    drawn = draw(logits, seed=list(range(3000)))
+    assert set(drawn.tolist()) == {0, 3, 4, 5}
+
+
+# -- reproducibility ------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant("M10")
+@pytest.mark.parametrize("vocabulary", [1000, 1027])
+def test_a_request_draws_the_same_token_in_any_batch_and_row(vocabulary: int) -> None:
+    count = 17
+    logits = logits_of(count, vocabulary)
+    heat, cut = [0.1 * i for i in range(count)], [1 - 0.05 * i for i in range(count)]
+    seeds, places = [7 * i + 1 for i in range(count)], [13 * i for i in range(count)]
+    together = draw(logits, heat, cut, seeds, places)
+    for i in range(count):
+        assert draw(logits[i : i + 1], heat[i], cut[i], seeds[i], places[i])[0] == together[i]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def moved(values: list[float]) -> list[float]:
+        return [values[i] for i in order]
+
+    shuffled = draw(logits[order], moved(heat), moved(cut), moved(seeds), moved(places))  # type: ignore[arg-type]
+    assert torch.equal(shuffled, together[order])
+
+
+@pytest.mark.invariant("M10", control=True)
+def test_other_seeds_and_other_positions_draw_other_tokens() -> None:
+    flat = torch.zeros(64, 5000)
+    by_seed = draw(flat, seed=list(range(64)))
+    by_position = draw(flat, position=list(range(64)))
+    assert len(set(by_seed.tolist())) > 60
+    assert len(set(by_position.tolist())) > 60
+    assert not torch.equal(by_seed[1:], by_position[1:])
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
+def test_any_seed_is_a_seed(seed: int) -> None:
+    tokens = draw(torch.zeros(40, 1000), seed=seed, position=list(range(40)))
+    assert len(set(tokens.tolist())) > 30
+
+
+def test_poisoned_rows_stay_in_range_and_change_nothing() -> None:
+    logits = logits_of(6, 50)
+    clean = draw(logits, seed=4)
+    for bad in (poisoned((3, 50), torch.float32), torch.full((3, 50), float("nan"))):
+        mixed = torch.cat([logits[:3], bad])
+        heat, cut = [1.0, 1.0, 1.0, float("nan"), 0.0, 1.0], [1.0, 1.0, 1.0, float("nan"), 0.5, 1.0]
+        tokens = draw(mixed, heat, cut, seed=4)
+        assert torch.equal(tokens[:3], clean[:3])
+        assert tokens.min() >= 0 and tokens.max() < 50
+        greedy = run("argmax_tokens", mixed)
+        assert greedy.min() >= 0 and greedy.max() < 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_carriers(dtype: torch.dtype) -> None:
+    logits = logits_of(5, 60).to(torch.bfloat16)
+    assert torch.equal(draw(logits.to(dtype), seed=2), draw(logits.float(), seed=2))
+
+
+def test_a_vocabulary_of_one() -> None:
+    assert draw(torch.zeros(2, 1)).tolist() == [0, 0]
+
+
+# -- committing -----------------------------------------------------------------------------------------
+
+
+def state(slots: int = 4, width: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.full((slots + 1,), 100),
+        torch.arange(slots + 1) * 10,
+        torch.full((slots + 1, width), -7),
+    )
+
+
+def test_commit_then_read_back() -> None:
+    last, lengths, ring = state()
+    start, count, slot = torch.tensor([30, 0, 6]), torch.tensor([1, 0, 5]), torch.tensor([3, 0, 1])
+    fresh_ops().commit_tokens(torch.tensor([41, 42, 43]), start, count, slot, last, lengths, ring)
+    assert lengths[[1, 2, 3, 4]].tolist() == [11, 20, 31, 40]
+    assert last[[1, 2, 3, 4]].tolist() == [43, 100, 41, 100]
+    assert ring[3, 31 % 8] == 41 and ring[1, 11 % 8] == 43
+    assert int((ring[1:] != -7).sum()) == 2
+    tokens, begin = run("decode_inputs", torch.tensor([1, 3, 2]), last, lengths)
+    assert tokens.tolist() == [[43], [41], [100]] and begin.tolist() == [11, 31, 20]
+
+
+def test_several_padding_rows_share_the_null_slot_and_touch_no_other() -> None:
+    last, lengths, ring = state()
+    zero = torch.zeros(3, dtype=torch.int64)
+    before = [t[1:].clone() for t in (last, lengths, ring)]
+    fresh_ops().commit_tokens(torch.tensor([1, 2, 3]), zero, zero, zero, last, lengths, ring)
+    assert all(torch.equal(t[1:], b) for t, b in zip((last, lengths, ring), before, strict=True))
+
+
+def test_the_next_position_follows_the_tokens_that_were_fed() -> None:
+    assert run("next_position", torch.tensor([5, 0]), torch.tensor([3, 1])).tolist() == [8, 1]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_contracts(count: int) -> None:
+    logits, i64 = logits_of(count, 40), torch.arange(count)
+    heat, cut = torch.full((count,), 0.8), torch.full((count,), 0.9)
+    assert check_contract("argmax_tokens", lambda: (logits.clone(),)) <= 1
+    assert check_contract("next_position", lambda: (i64, i64)) <= 1
+    assert check_contract("decode_inputs", lambda: (i64, torch.arange(9), torch.arange(9))) <= 2
+    assert check_contract("sample_tokens", lambda: (logits.clone(), heat, cut, i64, i64)) <= 64
+    calls = check_contract("commit_tokens", lambda: (i64.clone(), i64.clone(), i64.clone(), i64.clone(), *state()))
+    assert calls <= 8
+    again = [draw(logits, 0.8, 0.9, 3, 1) for _ in range(2)]
+    assert same_bits(*again)
