@@ -1,7 +1,7 @@
 """Other Pythons. ``make nightly`` runs the session ``torchfree`` through the row ``pythons``.
 
 * ``torchfree``: import, registry, settings, command line without torch, on each declared Python.
-* ``conformance``: with torch, where there is one to be had: ``HALMA_NOX_TORCH="torch==2.7.1" nox -s conformance``.
+* ``conformance``: with torch, where there is one to be had: ``NOX_TORCH="torch==2.7.1" nox -s conformance``.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ def torchfree(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def conformance(session: nox.Session) -> None:
-    """The CPU rows' tests of the layer and the backend, with the torch that HALMA_NOX_TORCH names."""
-    torch = os.environ.get("HALMA_NOX_TORCH")
+    """The CPU rows' tests of the layer and the backend, with the torch that NOX_TORCH names."""
+    torch = os.environ.get("NOX_TORCH")
     if not torch:
-        session.skip("HALMA_NOX_TORCH is not set (a pip requirement, for example torch==2.13.0)")
+        session.skip("NOX_TORCH is not set (a pip requirement, for example torch==2.13.0)")
     _, extra, _ = _reports(session)
-    index = os.environ.get("HALMA_NOX_TORCH_INDEX")
+    index = os.environ.get("NOX_TORCH_INDEX")
     session.install("-c", _pins(session), *(["--extra-index-url", index] if index else []), torch)
     session.install("-c", _pins(session), *TOOLS, "--no-build-isolation", "-e", ".")
     session.run(
-        "python", "-m", "pytest", "tests/cpu", "--halma-require-backend", "cpu", "-m", "not nightly and not oracle", *extra
+        *("python", "-m", "pytest", "tests/cpu", "-m", "not nightly and not oracle"),
+        *("--halma-require-backend", "cpu", *extra),
     )

@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 import halma
+from benchmarks.peers import transformers_checkpoint
 from halma.models.deepseek_v4.engine import Engine, Request
-from halma.models.deepseek_v4.load import load_v4
+from halma.models.deepseek_v4.load import load_v4, resolve_model
 from halma.models.deepseek_v4.runner import RunnerOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,9 +52,7 @@ class TransformersDecoder:
     def __init__(self, prompt: list[int]) -> None:
         from transformers import DynamicCache
 
-        from halma.models.deepseek_v4.peer import transformers_model
-
-        self.model = transformers_model("tiny-v4")
+        self.model = transformers_checkpoint(resolve_model("tiny-v4").path)
         self.cache = DynamicCache(config=self.model.config)
         self.found: list[int] = []
         self.next = torch.tensor([prompt])

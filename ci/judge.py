@@ -89,7 +89,7 @@ def _row_problems(row: Row, report: Report) -> Iterable[str]:
     if held < row.assertions:
         yield f"counted {held} assertions in {len(passed)} passed tests, needs {row.assertions} (T4)"
     for test in passed:
-        if test["evidence"] in _ON_DEVICE and test["assertions"] == 0:
+        if test.get("evidence") in _ON_DEVICE and test["assertions"] == 0:
             yield f"{test['id']} claims {test['evidence']} and asserted nothing (T4)"
     yield from _evidence_problems(row, tests, passed)
 

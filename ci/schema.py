@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).resolve().parent.parent
 MATRIX = ROOT / "ci" / "matrix.toml"

@@ -27,7 +27,7 @@ import torch
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.device_value import DeviceValue
 from halma.hal.errors import DispatchError
-from halma.hal.graph.current import current_recorder
+from halma.hal.graph.current import current_recorder, open_captures, refuse_other_thread
 from halma.hal.graph.scope import note_failure
 from halma.hal.op_table import OpSpec, OpTable, OutRule, Spec, like, op, table
 from halma.hal.routes import OWN, REFERENCE, Call, Launcher, Requirement, RouteSpec
@@ -227,6 +227,8 @@ class _BoundOp:
         self._plans: dict[Any, _Plan] = {}
 
     def __call__(self, *args: Any, out: Out = None, **kwargs: Any) -> Any:
+        if open_captures:
+            refuse_other_thread(f"op {self._spec.name!r}")
         key: list[Any] = []
         for position, value in enumerate(args):
             kind = value.__class__

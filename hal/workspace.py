@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from halma.hal.errors import WorkspaceError
+from halma.hal.graph.current import one_time_work
+from halma.hal.workspace_fallback import Fallback, FallbackSlot
 
 ALIGNMENT = 256
 """Bytes. The coarsest alignment that a vector load or a bulk copy of our targets asks for."""
@@ -33,10 +35,11 @@ def _align(size: int) -> int:
 
 
 def _aligned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    # PyTorch's CPU allocator promises 64 bytes only, so ask for more and cut.
-    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-    start = -memory.data_ptr() % ALIGNMENT
-    return memory[start : start + nbytes]
+    with one_time_work():  # a dry run that only records must still get real memory
+        # PyTorch's CPU allocator promises 64 bytes only, so ask for more and cut.
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % ALIGNMENT
+        return memory[start : start + nbytes]
 
 
 class _Take:
@@ -51,21 +54,22 @@ class _Take:
 
 
 class _Scope:
-    __slots__ = ("children", "memory", "name", "next", "parent", "takes")
+    __slots__ = ("children", "fallbacks", "memory", "name", "next", "parent", "takes")
 
     def __init__(self, name: str, parent: _Scope | None) -> None:
         self.name = name
         self.parent = parent
         self.children: dict[str, _Scope] = {}
         self.takes: list[_Take] = []
+        self.fallbacks: list[FallbackSlot] = []
         self.next = 0
-        self.memory: torch.Tensor | None = None  # the bytes of all takes, once sealed
+        self.memory: torch.Tensor | None = None  # the bytes of all takes and fallbacks, once sealed
 
     def path(self) -> str:
         return self.name if self.parent is None else f"{self.parent.path()}/{self.name}"
 
     def own_bytes(self) -> int:
-        return sum(_align(take.nbytes) for take in self.takes)
+        return sum(_align(piece.nbytes) for piece in (*self.takes, *self.fallbacks))
 
     def total_bytes(self) -> int:
         return self.own_bytes() + max((child.total_bytes() for child in self.children.values()), default=0)
@@ -78,18 +82,27 @@ class _Scope:
             take.memory = buffer[offset : offset + take.nbytes]
             take.views.clear()
             offset += _align(take.nbytes)
+        for slot in self.fallbacks:
+            slot.memory = buffer[offset : offset + slot.nbytes]
+            offset += _align(slot.nbytes)
         for child in self.children.values():
             child.place(offset, buffer)
 
 
+def _end_fallbacks(scope: _Scope) -> None:
+    for slot in scope.fallbacks:
+        slot.close()
+
+
 @dataclass(frozen=True)
 class WorkspaceReport:
-    """Bytes of a workspace: ``total`` allocated, by lane, and the number of takes that were planned."""
+    """Bytes of a workspace: ``total`` allocated, by lane, and the number of takes and fallbacks planned."""
 
     sealed: bool
     total: int
     lanes: dict[str, int]
     takes: int
+    fallbacks: int = 0
 
 
 class Workspace:
@@ -156,6 +169,33 @@ class Workspace:
         take.views[key] = view
         return view
 
+    def take_fallback(self, nbytes: int) -> Fallback:
+        """Memory for a result that a graph recorder must place itself; apart from the positions of :meth:`take`.
+
+        It is free again when the scope closes or the caller gives it back, whichever comes first.
+
+        Raises:
+            WorkspaceError: sealed, and no free place of this scope is large enough.
+        """
+        scope = self._current
+        # The lowest free place: the dry run then chooses the same as the capture, so the plan always fits.
+        for slot in scope.fallbacks:
+            if slot.free and (slot.nbytes >= nbytes or not self.sealed):
+                break
+        else:
+            if self.sealed:
+                raise self._no_growth(
+                    scope,
+                    f"{nbytes:,} bytes for the result of an op that does not write where it is told",
+                    f"{len(scope.fallbacks)} such results were planned here, none that is free is large enough",
+                )
+            slot = FallbackSlot()
+            scope.fallbacks.append(slot)
+        if slot.memory is None or nbytes > slot.nbytes:
+            slot.nbytes = nbytes
+            slot.memory = _aligned_bytes(nbytes, self.device)
+        return slot.lend(nbytes, scope.path())
+
     def _refusal(self, scope: _Scope, shape: Sequence[int], dtype: torch.dtype, why: str) -> WorkspaceError:
         nbytes = math.prod(shape) * dtype.itemsize
         return self._no_growth(scope, f"{nbytes:,} bytes for {str(dtype).removeprefix('torch.')}{list(shape)}", why)
@@ -207,6 +247,8 @@ class Workspace:
                     found=f"open is {self._current.path()!r}",
                     do="pair every enter() with one leave(), or use scope()",
                 )
+            if current.fallbacks:
+                _end_fallbacks(current)
             if self.checked:
                 self._poison(current)
             self._current = parent
@@ -245,8 +287,10 @@ class Workspace:
     def release_lane(self, name: str) -> None:
         """Say that the fork on ``name`` was joined; poisons the lane's memory in checked mode."""
         self._lanes_in_use.discard(name)
-        if self.checked and name in self._roots:
-            self._poison(self._roots[name])
+        if name in self._roots:
+            _end_fallbacks(self._roots[name])
+            if self.checked:
+                self._poison(self._roots[name])
 
     def _poison(self, scope: _Scope) -> None:
         whole = scope.memory
@@ -261,6 +305,12 @@ class Workspace:
 
     def reset(self) -> None:
         """Close whatever an exception left open; addresses and plan stay."""
+        node: _Scope | None = self._current
+        while node is not None:
+            _end_fallbacks(node)
+            node = node.parent
+        for name in (*self._lanes_in_use, "main"):
+            _end_fallbacks(self._roots[name])
         self.in_op = 0
         if self.checked:
             scope: _Scope | None = self._current
@@ -286,6 +336,7 @@ class Workspace:
                 found=f"scope {self._current.path()!r} is open",
                 do="leave it first; after an exception call reset()",
             )
+        _end_fallbacks(self._current)
         self._current.next = 0
 
     def seal(self) -> int:
@@ -326,6 +377,13 @@ class Workspace:
         buffer = self._buffer
         return buffer is not None and tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where ``tensor`` starts in the sealed allocation, in bytes; None when it lies elsewhere."""
+        buffer = self._buffer
+        if buffer is None or not self.holds(tensor):
+            return None
+        return tensor.storage_offset() * tensor.itemsize - buffer.storage_offset()
+
     def path(self) -> str:
         """The open scopes, outermost first, for errors and reports."""
         return self._current.path()
@@ -333,8 +391,12 @@ class Workspace:
     def report(self) -> WorkspaceReport:
         """What is planned or sealed, in bytes."""
 
-        def count(scope: _Scope) -> int:
-            return len(scope.takes) + sum(count(child) for child in scope.children.values())
+        def every(scope: _Scope) -> Iterator[_Scope]:
+            yield scope
+            for child in scope.children.values():
+                yield from every(child)
 
         lanes = {name: root.total_bytes() for name, root in self._roots.items()}
-        return WorkspaceReport(self.sealed, sum(lanes.values()), lanes, sum(count(r) for r in self._roots.values()))
+        scopes = [scope for root in self._roots.values() for scope in every(root)]
+        takes, fallbacks = sum(len(s.takes) for s in scopes), sum(len(s.fallbacks) for s in scopes)
+        return WorkspaceReport(self.sealed, sum(lanes.values()), lanes, takes, fallbacks)

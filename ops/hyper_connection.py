@@ -15,10 +15,41 @@ from halma.ops.norm import inverse_rms
 from halma.ops.quant import accumulator, widened
 
 
-def _pre_outputs(streams: torch.Tensor, *_: object, **__: object) -> tuple[Spec, ...]:
+def _check_mixing(streams: torch.Tensor, outputs: int, fn: torch.Tensor, base: torch.Tensor, scales: int) -> None:
+    _, count, width = streams.shape
+    dtype = accumulator(streams.dtype)
+    if (fn.dtype, *fn.shape) != (dtype, outputs, count * width) or (base.dtype, *base.shape) != (dtype, outputs):
+        raise DispatchError(
+            "the mixing weights do not fit the streams",
+            asked=f"fn {dtype} {[outputs, count * width]}, base {[outputs]}, {scales} scales",
+            found=f"fn {fn.dtype} {list(fn.shape)}, base {base.dtype} {list(base.shape)}",
+            do="load fn, base and scale in the accumulator type of the carrier",
+        )
+
+
+def _pre_outputs(
+    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, *_: object, **__: object
+) -> tuple[Spec, ...]:
     rows, count, width = streams.shape
+    _check_mixing(streams, 2 * count + count * count, fn, base, 3)
     dtype = accumulator(streams.dtype)
     return Spec((rows, width), streams.dtype), Spec((rows, count), dtype), Spec((rows, count, count), dtype)
+
+
+def _head_output(streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, *_: object, **__: object) -> Spec:
+    _check_mixing(streams, streams.shape[1], fn, base, 1)
+    return Spec((streams.shape[0], streams.shape[2]), streams.dtype)
+
+
+def _post_output(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> Spec:
+    rows, count, width = streams.shape
+    if (y.dtype, *y.shape) != (streams.dtype, rows, width) or comb.shape != (rows, count, count):
+        raise DispatchError(
+            "hc_post: these do not fit",
+            asked=f"streams {streams.dtype} {[rows, count, width]}",
+            found=f"y {y.dtype} {list(y.shape)}, comb {list(comb.shape)}",
+        )
+    return like(streams)
 
 
 @op("hc_pre", out=_pre_outputs)
@@ -74,13 +105,6 @@ def _uncoalesced(rows: int, width: int, dtype: torch.dtype, ws: Workspace) -> to
 def _mixes(streams: torch.Tensor, fn: torch.Tensor, rms_eps: float, ws: Workspace) -> torch.Tensor:
     """streams [M, n, D] -> [M, rows of fn]: fn applied to the normalised, flattened streams."""
     rows, count, width = streams.shape
-    if fn.dtype != streams.dtype or fn.shape[1] != count * width:
-        raise DispatchError(
-            "the mixing weights do not fit the streams",
-            asked=f"fn {streams.dtype} [.., {count * width}]",
-            found=f"{fn.dtype} {list(fn.shape)}",
-            do="load fn, base and scale in the accumulator type",
-        )
     flat = streams.view(rows, count * width)
     inverse = inverse_rms(flat, rms_eps, ws)
     mixes = ws.take((rows, fn.shape[0]), streams.dtype)
@@ -122,7 +146,7 @@ def _sinkhorn(logits: torch.Tensor, eps: float, iterations: int, out: torch.Tens
     torch.mul(start, a, out=out).mul_(b.transpose(1, 2))
 
 
-@op("hc_post", out=lambda y, streams, post, comb: like(streams))
+@op("hc_post", out=_post_output)
 def hc_post(
     y: torch.Tensor,
     streams: torch.Tensor,
@@ -137,8 +161,6 @@ def hc_post(
     Stream k becomes ``post[k] * y + sum_j comb[j, k] * streams[j]``, summed in the accumulator type.
     """
     wide, addend = widened(streams, ws), widened(y, ws)
-    if addend.dtype != wide.dtype:
-        raise DispatchError("y and streams differ", asked=f"{streams.dtype} streams", found=f"{y.dtype} y")
     result = out if out.dtype == wide.dtype else ws.take(out.shape, wide.dtype)
     torch.bmm(comb.transpose(1, 2), wide, out=result)
     result.addcmul_(post.unsqueeze(2), addend.unsqueeze(1))
@@ -146,7 +168,7 @@ def hc_post(
         out.copy_(result)
 
 
-@op("hc_head", out=lambda streams, *_, **__: Spec((streams.shape[0], streams.shape[2]), streams.dtype))
+@op("hc_head", out=_head_output)
 def hc_head(
     streams: torch.Tensor,
     fn: torch.Tensor,

@@ -25,10 +25,17 @@ _TILE_ELEMENTS = 1 << 24
 _batched: dict[tuple[int, int, torch.dtype], bool] = {}
 
 
-@op(
-    "linear",
-    out=lambda x, weight, dtype=None: Spec((*x.shape[:-1], weight.shape[0]), dtype or x.dtype),
-)
+def _linear_output(x: torch.Tensor, weight: Weight, dtype: torch.dtype | None = None) -> Spec:
+    if len(weight.shape) != 2 or x.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise DispatchError(
+            "linear: these shapes do not contract",
+            asked=f"{list(x.shape)} . {list(weight.shape)}",
+            do="give [M, K] and [N, K]",
+        )
+    return Spec((x.shape[0], weight.shape[0]), dtype or x.dtype)
+
+
+@op("linear", out=_linear_output)
 def linear(
     x: torch.Tensor, weight: Weight, dtype: torch.dtype | None = None, *, out: torch.Tensor, ws: Workspace
 ) -> None:
@@ -37,39 +44,41 @@ def linear(
     With ``weight.activation`` the input is rounded to e4m3 per 128 channels first.
 
     Raises:
-        DispatchError: x and weight do not contract, or the weight is a stack of experts.
+        DispatchError: x and weight do not contract, or the weight is a stack of experts (found when planning).
     """
-    if len(weight.shape) != 2 or x.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise DispatchError(
-            "these shapes do not contract", asked=f"[{list(x.shape)}] . {list(weight.shape)}", do="give [M, K] . [N, K]"
-        )
     product(x, weight, out, ws)
 
 
-@op(
-    "grouped_linear",
-    out=lambda x, weight: Spec((x.shape[0], weight.shape[0]), x.dtype),
-)
+def _grouped_output(x: torch.Tensor, weight: Weight) -> Spec:
+    if len(weight.shape) != 2 or x.dim() != 3 or x.shape[2] != weight.shape[1] or weight.shape[0] % x.shape[1]:
+        raise DispatchError(
+            "grouped_linear: these shapes do not contract",
+            asked=f"{list(x.shape)} . {list(weight.shape)}",
+            do="give [M, G, K] and [G*N, K]",
+        )
+    return Spec((x.shape[0], weight.shape[0]), x.dtype)
+
+
+@op("grouped_linear", out=_grouped_output)
 def grouped_linear(x: torch.Tensor, weight: Weight, *, out: torch.Tensor, ws: Workspace) -> None:
     """x [M, G, K] . weight [G*N, K] -> [M, G*N]: group g of x meets rows g*N .. (g+1)*N of the weight.
 
     The input is never rounded (the official code keeps ``wo_a`` in bf16).
 
     Raises:
-        DispatchError: x and weight do not contract.
+        DispatchError: x and weight do not contract (found when planning).
     """
     groups = x.shape[1]
-    if len(weight.shape) != 2 or x.dim() != 3 or x.shape[2] != weight.shape[1] or weight.shape[0] % groups:
-        raise DispatchError(
-            "these shapes do not contract",
-            asked=f"{list(x.shape)} . {list(weight.shape)}",
-            do="give [M, G, K] . [G*N, K]",
-        )
     rows = weight.shape[0] // groups
-    rounded_later = Weight(weight.data, weight.scale, weight.format)
+    direct = weight.format == PLAIN and x.dtype == weight.data.dtype == accumulator(x.dtype)
+    unrounded = weight if direct else Weight(weight.data, weight.scale, weight.format)
     for group in range(groups):
-        part = rounded_later.narrow_rows(group * rows, rows)
-        product(x[:, group], part, out[:, group * rows : (group + 1) * rows], ws)
+        start = group * rows
+        target = out[:, start : start + rows]
+        if direct:
+            row_product(x[:, group], weight.data[start : start + rows], target, ws)
+        else:
+            product(x[:, group], unrounded.narrow_rows(start, rows), target, ws)
 
 
 def product(x: torch.Tensor, weight: Weight, out: torch.Tensor, ws: Workspace) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from halma.hal.dispatch import like, op
+from halma.hal.dispatch import Spec, like, op
 from halma.hal.errors import DispatchError
 from halma.hal.workspace import Workspace
 from halma.ops.weight import FP4_BLOCK, FP4_BLOCK32, FP8_BLOCK, FP8_BLOCK128, Weight
@@ -45,18 +45,23 @@ def round_activation(x: torch.Tensor, *, out: torch.Tensor, ws: Workspace) -> No
     round_fp8_blocks(x, FP8_BLOCK, out, ws)
 
 
-@op("hadamard", out=lambda x: like(x))
-def hadamard(x: torch.Tensor, *, out: torch.Tensor, ws: Workspace) -> None:
-    """x [.., d] -> like x: the orthogonal Hadamard transform in Sylvester order, d a power of two.
-
-    Raises:
-        DispatchError: d is no power of two.
-    """
+def _hadamard_output(x: torch.Tensor) -> Spec:
     width = x.shape[-1]
     if width & (width - 1) or width == 0:
         raise DispatchError(
             "the Hadamard transform needs a power of two", asked=f"d = {width}", do="check index_head_dim"
         )
+    return like(x)
+
+
+@op("hadamard", out=_hadamard_output)
+def hadamard(x: torch.Tensor, *, out: torch.Tensor, ws: Workspace) -> None:
+    """x [.., d] -> like x: the orthogonal Hadamard transform in Sylvester order, d a power of two.
+
+    Raises:
+        DispatchError: d is no power of two (found when planning).
+    """
+    width = x.shape[-1]
     source = widened(x, ws)
     buffers = ws.take(x.shape, source.dtype), ws.take(x.shape, source.dtype)
     half, turn = 1, 0
@@ -97,16 +102,13 @@ def round_kv_rows(x: torch.Tensor, tail: int, out: torch.Tensor, ws: Workspace) 
     out[..., head:].copy_(rope)
 
 
-def scaled(
-    x: torch.Tensor, block: int, limit: float, floor: float, ws: Workspace
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled(x: torch.Tensor, block: int, limit: float, floor: float, ws: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
     """x [.., K] -> (x / scale, in scratch and in the accumulator type; scales [.., ceil(K/block)], fp32)."""
     x = widened(x, ws)
     values = ws.take(x.shape, x.dtype)
     scales = ws.take((*x.shape[:-1], -(-x.shape[-1] // block)), torch.float32)
-    # One buffer for the whole row: amax of a shorter last block comes from a second reduction.
     largest = scales if x.dtype == torch.float32 else ws.take(scales.shape, x.dtype)
-    for start, stop, part, first in _parts(x, block):
+    for _, _, part, first in _parts(x, block):  # the infinity norm is amax of |x| in one call
         torch.linalg.vector_norm(part, float("inf"), -1, out=largest[..., first : first + part.shape[-2]])
     if largest is not scales:
         scales.copy_(largest)
@@ -189,9 +191,7 @@ def decode_scales(encoded: torch.Tensor, ws: Workspace) -> torch.Tensor:
     return ws.take(encoded.shape, torch.float32).copy_(encoded.view(torch.float8_e8m0fnu))
 
 
-def encode_fp8_blocks(
-    x: torch.Tensor, block: int, data: torch.Tensor, scales: torch.Tensor, ws: Workspace
-) -> None:
+def encode_fp8_blocks(x: torch.Tensor, block: int, data: torch.Tensor, scales: torch.Tensor, ws: Workspace) -> None:
     """x [.., K] -> data uint8 [.., K] (e4m3) and scales uint8 [.., ceil(K/block)] (e8m0)."""
     values, powers = scaled(x, block, E4M3_LIMIT, E4M3_FLOOR, ws)
     if values.dtype == torch.float64:
@@ -200,9 +200,7 @@ def encode_fp8_blocks(
     encode_scales(powers, scales, ws)
 
 
-def decode_fp8_blocks(
-    data: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor, ws: Workspace
-) -> None:
+def decode_fp8_blocks(data: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor, ws: Workspace) -> None:
     """data [.., K] (e4m3) and scales [.., ceil(K/block)] (e8m0) -> out [.., K], any carrier."""
     dtype = accumulator(out.dtype)
     values = out if out.dtype == dtype else ws.take(out.shape, dtype)
@@ -210,9 +208,7 @@ def decode_fp8_blocks(
     unscale(values, decode_scales(scales, ws), block, out, ws)
 
 
-def encode_fp4_blocks(
-    x: torch.Tensor, block: int, data: torch.Tensor, scales: torch.Tensor, ws: Workspace
-) -> None:
+def encode_fp4_blocks(x: torch.Tensor, block: int, data: torch.Tensor, scales: torch.Tensor, ws: Workspace) -> None:
     """x [.., K] -> data uint8 [.., K/2] (e2m1, low nibble = even channel), scales uint8 [.., K/block] (e8m0)."""
     values, powers = scaled(x, block, E2M1_LIMIT, E2M1_FLOOR, ws)
     nearest_e2m1(values, ws)
@@ -226,9 +222,7 @@ def encode_fp4_blocks(
     torch.bitwise_or(pairs.select(-1, 0), high, out=data)
 
 
-def decode_fp4_blocks(
-    data: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor, ws: Workspace
-) -> None:
+def decode_fp4_blocks(data: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor, ws: Workspace) -> None:
     """data (int8 or uint8) [.., K/2] and scales [.., K/block] (e8m0) -> out [.., K], any carrier."""
     packed = data.view(torch.uint8)
     dtype = accumulator(out.dtype)

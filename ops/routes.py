@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from halma.hal.hookspecs import hookimpl
 from halma.hal.routes import Call, RouteSpec
 
 
@@ -20,6 +21,7 @@ def _expert_rows_need(call: Call) -> str | None:
     return plain_in_accumulator(call)
 
 
+@hookimpl(specname="halma_register_routes")
 def register_routes(register: Callable[[RouteSpec], None]) -> None:
     """Answer to the hook ``halma_register_routes``: offer every route that ships with us."""
     register(

@@ -39,15 +39,19 @@ def step_rows(
     torch.mul(slot.unsqueeze(1), real, out=row_slot)
 
 
-@op("embed", out=lambda tokens, weight: Spec((tokens.shape[0], weight.shape[1]), weight.data.dtype))
+def _embed_output(tokens: torch.Tensor, weight: Weight) -> Spec:
+    if weight.format != PLAIN:
+        raise DispatchError("an embedding is stored plain", asked="embed", found=weight.plan_key)
+    return Spec((tokens.shape[0], weight.shape[1]), weight.data.dtype)
+
+
+@op("embed", out=_embed_output)
 def embed(tokens: torch.Tensor, weight: Weight, *, out: torch.Tensor, ws: Workspace) -> None:
     """tokens [M] i64 -> [M, D]: rows of a plain weight, in its dtype.
 
     Raises:
-        DispatchError: the weight is quantised.
+        DispatchError: the weight is quantised (found when planning).
     """
-    if weight.format != PLAIN:
-        raise DispatchError("an embedding is stored plain", asked="embed", found=weight.plan_key)
     torch.index_select(weight.data, 0, tokens, out=out)
 
 

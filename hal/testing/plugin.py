@@ -52,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if on_controller and required:
         _require_backend(required)
     if on_controller:
-        _require_capabilities(_option(config, "--halma-backend"), config.getoption("--halma-require-capability"))
+        capabilities = cast("list[str]", config.getoption("--halma-require-capability"))
+        _require_capabilities(_option(config, "--halma-backend"), capabilities)
     if _option(config, "--halma-report"):
         config.pluginmanager.register(_Counter(), "halma-counter")
     if on_controller and (_option(config, "--halma-report") or _option(config, "--halma-row")):
@@ -163,7 +164,8 @@ class _Counter:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        rules = [(str(mark.args[0]), bool(mark.kwargs.get("control", False))) for mark in item.iter_markers("invariant")]
+        marks = item.iter_markers("invariant")
+        rules = [(str(mark.args[0]), bool(mark.kwargs.get("control", False))) for mark in marks]
         closest = item.get_closest_marker("evidence")
         facts = {
             "invariants": sorted({name for name, control in rules if not control}),

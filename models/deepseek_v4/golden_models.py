@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from halma.hal.backend import Backend
-from halma.models.deepseek_v4.checkpoint import Checkpoint
+from halma.models.deepseek_v4.checkpoint import LoadOptions, load_case, load_checkpoint
 from halma.models.deepseek_v4.golden import CaseFile, CaseModel, Loader
 from halma.models.deepseek_v4.load import resolve_model
 
@@ -19,13 +19,10 @@ def loader_for(path: Path, model: str, backend: Backend) -> Loader:
 
     @functools.cache
     def load(arithmetic: str, carrier: torch.dtype) -> CaseModel:
-        if case.random:
-            checkpoint = Checkpoint.open_case(path)
-        else:
-            source = resolve_model(model)
-            checkpoint = Checkpoint.open(source.path, config=source.config)
-        device = backend.device.torch_device
-        weights = checkpoint.load(carrier=carrier, arithmetic=arithmetic, dequantise=True, device=device)
-        return CaseModel(checkpoint.config, weights)
+        options = LoadOptions(
+            carrier=carrier, arithmetic=arithmetic, device=backend.device.torch_device, drafter=False
+        )
+        loaded = load_case(path, options) if case.random else load_checkpoint(resolve_model(model).path, options)
+        return CaseModel(loaded.config, loaded.weights)
 
     return load

@@ -13,17 +13,17 @@ import torch
 
 from halma.hal.backend import Backend
 from halma.hal.errors import ModelError, RequestError
-from halma.models.deepseek_v4.checkpoint import Checkpoint, Progress
+from halma.models.deepseek_v4.checkpoint import LoadOptions, Progress, load_checkpoint
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.engine import Request
 from halma.models.deepseek_v4.program import Tap
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
-from halma.models.deepseek_v4.sizing import check_fits
+from halma.models.deepseek_v4.preparation import ARITHMETICS
+from halma.models.deepseek_v4.sizing import MemoryLimit, host_limits
 from halma.models.deepseek_v4.state import RowFormats, StatePlan, build_state
 from halma.models.deepseek_v4.tokenizer import TextCodec
 
 BUILT_IN = ("tiny-v4",)
-ARITHMETICS = ("exact", "shipping")
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Loaded:
     runner: V4Runner
     codec: TextCodec | None
     weight_bytes: int
+    notes: tuple[str, ...] = ()
 
 
 def load_v4(
@@ -126,19 +127,19 @@ def load_v4(
     device = backend.device.torch_device
     on_cpu = device.type == "cpu"
     carrier = carrier or (torch.float32 if on_cpu else torch.bfloat16)
-    checkpoint = Checkpoint.open(source.path, config=source.config)
-    check_fits(
-        checkpoint,
-        backend.device.memory_info(),
-        carrier=carrier,
-        dequantise=on_cpu,
-        state_bytes=state_bytes(source.config, options, carrier),
+    limits = host_limits()
+    if not on_cpu:
+        limits = [MemoryLimit("free device memory", backend.device.memory_info().free)]
+    checkpoint = load_checkpoint(
+        source.path,
+        LoadOptions(carrier=carrier, arithmetic=options.arithmetic, dequantise=on_cpu, device=device, drafter=False),
+        limits=limits,
+        state_bytes=lambda config: state_bytes(config, options, carrier),
+        progress=progress,
     )
-    weights = checkpoint.load(
-        carrier=carrier, arithmetic=options.arithmetic, dequantise=on_cpu, device=device, progress=progress
-    )
-    runner = V4Runner(source.config, weights, backend, options, carrier=carrier, tap=tap)
-    return Loaded(source.name, source.config, runner, source.codec_or_none, weights.nbytes)
+    config, weights = checkpoint.config, checkpoint.weights
+    runner = V4Runner(config, weights, backend, options, carrier=carrier, tap=tap)
+    return Loaded(source.name, config, runner, source.codec_or_none, weights.nbytes, checkpoint.notes)
 
 
 def state_bytes(config: V4Config, options: RunnerOptions, carrier: torch.dtype) -> int:

@@ -98,7 +98,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class MtpWeights:
-    """One MTP module: ``e_proj``, ``h_proj`` [D, D], ``enorm``, ``hnorm``, ``norm`` [D]; embedding and head are shared."""
+    """One MTP module; embedding and head are those of the target.
+
+    ``e_proj``, ``h_proj`` ``[D, D]``; ``enorm``, ``hnorm``, ``norm`` ``[D]``.
+    """
 
     e_proj: Weight
     h_proj: Weight

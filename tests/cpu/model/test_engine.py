@@ -22,7 +22,7 @@ def traffic(draw: st.DrawFn) -> list[tuple[Request, int]]:
     for number in range(draw(st.integers(2, 6))):
         length, seed = draw(LENGTHS), draw(st.integers(0, 2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(0, 200, (length,), generator=generator).tolist()
+        prompt = torch.randint(0, 199, (length,), generator=generator).tolist()
         request = Request(
             tuple(prompt),
             max_tokens=draw(st.integers(1, 24)),

@@ -1,0 +1,212 @@
+"""Which stored tensors make which weight: one walk over the model, whoever does the work.
+
+:func:`assemble` is the only place that knows the published tensor names and shapes. It asks a
+:class:`Builder` for every piece; one builder measures and checks without reading, the other loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from halma.models.deepseek_v4.config import LayerKind, V4Config
+from halma.models.deepseek_v4.weights import (
+    AttentionWeights,
+    CompressorWeights,
+    FfnWeights,
+    HyperConnection,
+    IndexerWeights,
+    LayerWeights,
+    MtpWeights,
+    V4Weights,
+)
+from halma.ops.weight import Weight
+
+LINEAR, EXPERT, DENSE = "linear", "expert", "dense"
+ROWS, COLUMNS = "rows", "columns"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored matrix ``<stem>.weight`` with its logical number of rows."""
+
+    stem: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class MatrixSpec:
+    """A weight made of stored matrices.
+
+    Attributes:
+        groups: one tuple of parts per matrix of the result; a matrix is its parts' rows, one after another.
+        columns: logical columns, equal for all parts.
+        role: ``linear`` (fp8 as published), ``expert`` (fp4, or fp8 in Base checkpoints) or ``dense`` (bf16).
+        rounds: whether the product rounds its input where the official code runs (rules Q1 and Q2).
+        split: what tensor parallelism divides: each part's ``rows``, the ``columns``, or nothing.
+        stacked: the result is [E, N, K].
+    """
+
+    groups: tuple[tuple[Part, ...], ...]
+    columns: int
+    role: str
+    rounds: bool = False
+    split: str | None = None
+    stacked: bool = False
+
+
+class Builder(Protocol):
+    """Makes the pieces that :func:`assemble` asks for."""
+
+    def matrix(self, spec: MatrixSpec) -> Weight:
+        """The weight of ``spec``, prepared."""
+        ...
+
+    def vector(self, name: str, shape: tuple[int, ...], *, split: bool = False) -> torch.Tensor:
+        """A floating tensor in the accumulator's dtype; ``split`` divides its first dimension."""
+        ...
+
+    def table(self, name: str, shape: tuple[int, ...], below: int) -> torch.Tensor:
+        """An int64 tensor whose values lie in 0 .. below - 1."""
+        ...
+
+
+def assemble(config: V4Config, build: Builder, *, mtp: bool, split_shared: bool = False) -> V4Weights:
+    """The whole model.
+
+    Args:
+        mtp: also the MTP modules.
+        split_shared: divide the shared expert among ranks like the routed ones (else it is whole on each).
+    """
+    vocab, width = config.vocab_size, config.hidden_size
+    walk = _Walk(config, build, split_shared)
+    return V4Weights(
+        embed=walk.matrix(width, ("embed", vocab), role=DENSE),
+        head=walk.matrix(width, ("head", vocab), role=DENSE, split=ROWS),
+        norm=build.vector("norm.weight", (width,)),
+        hc_head=walk.hyper_head(""),
+        layers=tuple(
+            walk.layer(f"layers.{index}", kind, config.hashed(index)) for index, kind in enumerate(config.layers)
+        ),
+        mtp=tuple(walk.mtp(f"mtp.{index}", kind) for index, kind in enumerate(config.mtp_layers)) if mtp else (),
+    )
+
+
+@dataclass(frozen=True)
+class _Walk:
+    config: V4Config
+    build: Builder
+    split_shared: bool
+
+    def matrix(
+        self, columns: int, *parts: tuple[str, int], role: str = LINEAR, rounds: bool = False, split: str | None = None
+    ) -> Weight:
+        group = tuple(Part(stem, rows) for stem, rows in parts)
+        return self.build.matrix(MatrixSpec((group,), columns, role, rounds, split))
+
+    def hyper(self, prefix: str) -> HyperConnection:
+        n = self.config.hc_mult
+        return self._hyper(prefix, n * (n + 2), 3)
+
+    def hyper_head(self, prefix: str) -> HyperConnection:
+        return self._hyper(f"{prefix}hc_head", self.config.hc_mult, 1)
+
+    def _hyper(self, prefix: str, rows: int, scales: int) -> HyperConnection:
+        width = self.config.hc_mult * self.config.hidden_size
+        return HyperConnection(
+            fn=self.build.vector(f"{prefix}_fn", (rows, width)),
+            base=self.build.vector(f"{prefix}_base", (rows,)),
+            scale=self.build.vector(f"{prefix}_scale", (scales,)),
+        )
+
+    def layer(self, prefix: str, kind: LayerKind, hashed: bool) -> LayerWeights:
+        width = (self.config.hidden_size,)
+        return LayerWeights(
+            attn_norm=self.build.vector(f"{prefix}.attn_norm.weight", width),
+            ffn_norm=self.build.vector(f"{prefix}.ffn_norm.weight", width),
+            hc_attn=self.hyper(f"{prefix}.hc_attn"),
+            hc_ffn=self.hyper(f"{prefix}.hc_ffn"),
+            attn=self.attention(f"{prefix}.attn", kind),
+            ffn=self.ffn(f"{prefix}.ffn", hashed),
+        )
+
+    def attention(self, prefix: str, kind: LayerKind) -> AttentionWeights:
+        c = self.config
+        per_group = c.num_attention_heads // c.o_groups * c.head_dim
+        latent = c.o_groups * c.o_lora_rank
+        return AttentionWeights(
+            wq_a_wkv=self.matrix(
+                c.hidden_size, (f"{prefix}.wq_a", c.q_lora_rank), (f"{prefix}.wkv", c.head_dim), rounds=True
+            ),
+            q_norm=self.build.vector(f"{prefix}.q_norm.weight", (c.q_lora_rank,)),
+            wq_b=self.matrix(
+                c.q_lora_rank, (f"{prefix}.wq_b", c.num_attention_heads * c.head_dim), rounds=True, split=ROWS
+            ),
+            kv_norm=self.build.vector(f"{prefix}.kv_norm.weight", (c.head_dim,)),
+            # Stored as fp8, but the official code converts it to bf16 at load: its input is never rounded.
+            wo_a=self.matrix(per_group, (f"{prefix}.wo_a", latent), split=ROWS),
+            wo_b=self.matrix(latent, (f"{prefix}.wo_b", c.hidden_size), rounds=True, split=COLUMNS),
+            sink=self.build.vector(f"{prefix}.attn_sink", (c.num_attention_heads,), split=True),
+            compressor=self.compressor(f"{prefix}.compressor", c.head_dim, kind) if kind.ratio else None,
+            indexer=self.indexer(f"{prefix}.indexer", kind) if kind.indexed else None,
+        )
+
+    def compressor(self, prefix: str, width: int, kind: LayerKind) -> CompressorWeights:
+        rows = width * (2 if kind.overlap else 1)
+        return CompressorWeights(
+            wkv_wgate=self.matrix(
+                self.config.hidden_size, (f"{prefix}.wkv", rows), (f"{prefix}.wgate", rows), role=DENSE
+            ),
+            ape=self.build.vector(f"{prefix}.ape", (kind.ratio, rows)),
+            norm=self.build.vector(f"{prefix}.norm.weight", (width,)),
+        )
+
+    def indexer(self, prefix: str, kind: LayerKind) -> IndexerWeights:
+        c = self.config
+        return IndexerWeights(
+            wq_b=self.matrix(c.q_lora_rank, (f"{prefix}.wq_b", c.index_n_heads * c.index_head_dim), rounds=True),
+            weights_proj=self.matrix(c.hidden_size, (f"{prefix}.weights_proj", c.index_n_heads), role=DENSE),
+            compressor=self.compressor(f"{prefix}.compressor", c.index_head_dim, kind),
+        )
+
+    def ffn(self, prefix: str, hashed: bool) -> FfnWeights:
+        c = self.config
+        experts, width, inner = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
+        shared = f"{prefix}.shared_experts"
+        up = tuple(
+            (Part(f"{prefix}.experts.{e}.w1", inner), Part(f"{prefix}.experts.{e}.w3", inner)) for e in range(experts)
+        )
+        down = tuple((Part(f"{prefix}.experts.{e}.w2", width),) for e in range(experts))
+        table_shape = (c.vocab_size, c.num_experts_per_tok)
+        return FfnWeights(
+            gate=self.matrix(width, (f"{prefix}.gate", experts), role=DENSE),
+            bias=None if hashed else self.build.vector(f"{prefix}.gate.bias", (experts,)),
+            tid2eid=self.build.table(f"{prefix}.gate.tid2eid", table_shape, experts) if hashed else None,
+            gate_up=self.build.matrix(MatrixSpec(up, width, EXPERT, True, ROWS, True)),
+            down=self.build.matrix(MatrixSpec(down, inner, EXPERT, True, COLUMNS, True)),
+            shared_gate_up=self.matrix(
+                width,
+                (f"{shared}.w1", inner),
+                (f"{shared}.w3", inner),
+                rounds=True,
+                split=ROWS if self.split_shared else None,
+            ),
+            shared_down=self.matrix(
+                inner, (f"{shared}.w2", width), rounds=True, split=COLUMNS if self.split_shared else None
+            ),
+        )
+
+    def mtp(self, prefix: str, kind: LayerKind) -> MtpWeights:
+        width = self.config.hidden_size
+        vector = self.build.vector
+        return MtpWeights(
+            e_proj=self.matrix(width, (f"{prefix}.e_proj", width), rounds=True),
+            h_proj=self.matrix(width, (f"{prefix}.h_proj", width), rounds=True),
+            enorm=vector(f"{prefix}.enorm.weight", (width,)),
+            hnorm=vector(f"{prefix}.hnorm.weight", (width,)),
+            norm=vector(f"{prefix}.norm.weight", (width,)),
+            hc_head=self.hyper_head(f"{prefix}."),
+            block=self.layer(prefix, kind, hashed=False),  # scored even where the target's first layers are hashed
+        )

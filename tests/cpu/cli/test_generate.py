@@ -1,0 +1,135 @@
+"""``halma generate`` and ``halma verify`` as a person runs them: text, JSON, and every way to ask wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parents[3] / "src" / "halma" / "data" / "tiny-v4"
+CASES = Path(__file__).parents[2] / "data" / "cases"
+
+
+def halma(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HALMA_")}
+    return subprocess.run(
+        [sys.executable, "-m", "halma", *arguments],
+        input=stdin,
+        capture_output=True,
+        env={**clean, **environment},
+        timeout=240,
+        check=False,
+    )
+
+
+def refused(run: subprocess.CompletedProcess[bytes], *words: str) -> None:
+    message = run.stderr.decode()
+    assert run.returncode == 2, (run.returncode, message)
+    assert message.startswith("halma: ") and "Traceback" not in message and not run.stdout
+    for word in words:
+        assert word in message, message
+
+
+def generate(*arguments: str, **kwargs) -> subprocess.CompletedProcess[bytes]:
+    return halma("generate", "--backend", "cpu", *arguments, **kwargs)
+
+
+def test_json_is_a_contract():
+    run = generate("--prompt", "The President", "--max-tokens", "12", "--json")
+    assert run.returncode == 0, run.stderr.decode()
+    found = json.loads(run.stdout)
+    assert found["schema"] == "halma.generate/1" and found["backend"] == "cpu" and found["evidence"] == "cpu"
+    assert found["text"].startswith("'s Senate and House of Representatives") and len(found["token_ids"]) == 12
+    assert found["tokens_per_second"] > 0 and found["arithmetic"] == "exact" and found["finish"] == "length"
+    assert found["graphs"]["captured"] > 0 and found["graphs"]["eager_steps"] == 0
+
+
+def test_text_streams_and_ends_with_the_table():
+    run = generate("--max-tokens", "10", "--table", stdin=b"The President")
+    text = run.stdout.decode()
+    assert run.returncode == 0 and text.startswith("The President's Senate and House")
+    for word in ("backend", "tokens/s", "captured", "memory", "evidence", "exact"):
+        assert word in text
+
+
+def test_a_batch_of_samples_differs_and_repeats():
+    arguments = ("--prompt", "The", "--batch", "3", "--temperature", "1", "--max-tokens", "8", "--json")
+    first, second = generate(*arguments), generate(*arguments)
+    texts = [entry["token_ids"] for entry in json.loads(first.stdout)["generations"]]
+    assert len(texts) == 3 and len({tuple(t) for t in texts}) > 1
+    assert [e["token_ids"] for e in json.loads(second.stdout)["generations"]] == texts
+
+
+def test_switched_off_capture_says_why_it_is_eager():
+    found = json.loads(generate("--prompt", "The", "--max-tokens", "4", "--json", HALMA_GRAPH="0").stdout)
+    assert found["graphs"]["captured"] == 0 and found["graphs"]["replayed_steps"] == 0
+    assert list(found["graphs"]["why_eager"]) == ["capture is switched off"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "words"),
+    [
+        (("--model", "tiny-v5"), b"x", ('no model called "tiny-v5"', "did you mean", "tiny-v4")),
+        (("--model", "/nonexistent"), b"x", ("no model called", "/nonexistent")),
+        ((), b"", ("the prompt is empty",)),
+        (("--prompt", "  "), b"", ("the prompt is empty",)),
+        ((), b"caf\xe9 noir", ("not valid UTF-8", "0xe9", "offset 3")),
+        (("--prompt-ids", "0,x"), b"", ("must be integers",)),
+        (("--prompt-ids", "0,5000"), b"", ("does not know", "1024")),
+        (("--prompt", "a", "--prompt-ids", "1"), b"", ("given twice",)),
+        (("--prompt", "a", "--max-tokens", "0"), b"", ("nothing to generate",)),
+        (("--prompt", "a", "--max-tokens", "5000"), b"", ("longer than the context", "4096")),
+        (("--prompt", "a", "--batch", "0"), b"", ("at least one request",)),
+        (("--prompt", "a", "--temperature", "-1"), b"", ("out of range",)),
+        (("--prompt", "a", "--arithmetic", "fast"), b"", ("no arithmetic", "exact", "shipping")),
+        (("--prompt", "a", "--context", "2"), b"", ("longer than the context",)),
+        (("--file", "/nonexistent"), b"", ("cannot be read",)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_wrong_input_is_refused_with_exit_2(arguments, stdin, words):
+    refused(generate(*arguments, stdin=stdin), *words)
+
+
+def test_an_unknown_backend_is_refused_with_every_reason():
+    run = halma("generate", "--prompt", "a", "--backend", "cpi")
+    refused(run, 'no backend called "cpi"', 'did you mean "cpu"', "usable")
+
+
+def broken(tmp_path: Path) -> Path:
+    shutil.copytree(DATA, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+    model = broken(tmp_path)
+    (model / "model.safetensors").unlink()
+    refused(generate("--model", str(model), "--prompt", "a"), "weights", str(model))
+
+
+def test_truncated_weights_are_refused(tmp_path):
+    file = broken(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1_000_000])
+    refused(generate("--model", str(file.parent), "--prompt", "a"), "model.safetensors")
+
+
+def test_another_architecture_is_refused(tmp_path):
+    model = broken(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v41"}))
+    refused(generate("--model", str(model), "--prompt", "a"), "deepseek_v41")
+
+
+def test_verify_passes_a_case_and_says_so():
+    run = halma("verify", str(CASES / "hash_only.safetensors"), "--backend", "cpu", "--json")
+    found = json.loads(run.stdout)
+    assert run.returncode == 0 and found["passed"] and found["cases"][0]["case"] == "hash_only"
+
+
+def test_verify_refuses_a_file_that_is_no_case(tmp_path):
+    refused(halma("verify", str(DATA / "model.safetensors"), "--backend", "cpu"), "not a golden case")
