@@ -74,8 +74,8 @@ row: $(DEV)
 nightly: $(DEV)
 	$(BIN)/python -m ci.local --tier nightly
 
-bench: $(BASE)
-	$(BIN)/python benchmarks/cpu_decode.py
+bench: $(DEV)
+	$(BIN)/python -m benchmarks.cpu_decode
 
 BACKEND ?= cuda
 gpu: $(DEV)

@@ -48,7 +48,8 @@ def _routes(value: str) -> Mapping[str, str]:
 
 def _setting(variable: str, parse: Callable[[str], Any], default: Any, shown: str, meaning: str) -> Any:
     """A field of :class:`Settings`; ``shown`` is the default as one would write it, or would have to."""
-    return field(default=default, metadata={"variable": variable, "parse": parse, "shown": shown, "meaning": meaning})
+    facts = {"variable": variable, "parse": parse, "shown": shown, "meaning": meaning}
+    return field(default_factory=lambda: default, metadata=facts)  # a mapping is not accepted as a plain default
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,7 @@ def describe(environment: Mapping[str, str] | None = None) -> list[SettingRow]:
     """Every setting with what the environment holds, unchecked: for reports on a broken environment too."""
     environment = os.environ if environment is None else environment
     return [
-        SettingRow(
-            one.metadata["variable"], one.metadata["shown"], one.metadata["meaning"], _given(one, environment)
-        )
+        SettingRow(one.metadata["variable"], one.metadata["shown"], one.metadata["meaning"], _given(one, environment))
         for one in fields(Settings)
     ]
 

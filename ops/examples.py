@@ -264,7 +264,7 @@ def _expert_ffn() -> list[OpExample]:
 
     return [
         _example("expert_ffn", "four of eight", build(64, 48, 4), by_row=(0, 1, 2)),
-        _example("expert_ffn", "odd sizes", build(37, 13, 2), by_row=(0, 1, 2)),
+        _example("expert_ffn", "odd sizes", build(37, 13, 3), by_row=(0, 1, 2)),
         _example("expert_ffn", "the last expert takes everything", one_for_all, by_row=(0, 1, 2)),
         _example("expert_ffn", "rounded inputs", build(128, 128, 3, "fp8"), by_row=(0, 1, 2), tolerance=ROUNDED),
     ]

@@ -60,8 +60,13 @@ def _gumbel(
     counter.add_(key)
     _mix(counter, scratch)
     counter.bitwise_and_(_LOW_32)
+    _gumbel_of(counter, noise)
+
+
+def _gumbel_of(words: torch.Tensor, noise: torch.Tensor) -> None:
+    """words in [0, 2^32) -> finite Gumbel variates."""
     # -log(-log(1 - v)) with v = (h + 1/2) / 2^32: small v, the interesting tail, keeps all its bits in fp32.
-    noise.copy_(counter)
+    noise.copy_(words)
     noise.add_(0.5)
     noise.mul_(2.0**-32)
     noise.clamp_(max=_BELOW_ONE)
@@ -144,7 +149,7 @@ def _cut_to_nucleus(scores: torch.Tensor, top_p: torch.Tensor, ws: Workspace) ->
     torch.ge(limit, 1.0, out=whole)
     limit.mul_(mass[:, -1:])
     nothing.fill_(float("inf"))
-    pass  #  # the sum of 129280 terms rounds: 1 must still mean all
+    torch.where(whole, nothing, limit, out=limit)  # the sum of 129280 terms rounds: 1 must still mean all
     outside = ws.take((rows, width - 1), torch.bool)
     torch.ge(mass[:, :-1], limit, out=outside)
     scores[:, 1:].masked_fill_(outside, float("-inf"))

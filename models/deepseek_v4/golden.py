@@ -206,9 +206,7 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, sigma: float) -> floa
     return float((found.double() - expected.double()).abs().max()) / sigma
 
 
-def verify(
-    path: Path, load: Loader, backend: Backend, *, graph: bool = False, tokens_per_step: int = 1
-) -> CaseReport:
+def verify(path: Path, load: Loader, backend: Backend, *, graph: bool = False, tokens_per_step: int = 1) -> CaseReport:
     """Run one case and compare it by its own tolerance.
 
     Args:

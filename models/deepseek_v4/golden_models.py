@@ -19,9 +19,7 @@ def loader_for(path: Path, model: str, backend: Backend) -> Loader:
 
     @functools.cache
     def load(arithmetic: str, carrier: torch.dtype) -> CaseModel:
-        options = LoadOptions(
-            carrier=carrier, arithmetic=arithmetic, device=backend.device.torch_device, drafter=False
-        )
+        options = LoadOptions(carrier=carrier, arithmetic=arithmetic, device=backend.device.torch_device, drafter=False)
         loaded = load_case(path, options) if case.random else load_checkpoint(resolve_model(model).path, options)
         return CaseModel(loaded.config, loaded.weights)
 

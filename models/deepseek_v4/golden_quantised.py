@@ -86,9 +86,7 @@ def _layers(case: CaseFile, model: CaseModel, backend: Backend, report: CaseRepo
             before = expected
 
 
-def _texts(
-    case: CaseFile, model: CaseModel, backend: Backend, report: CaseReport, carrier: torch.dtype
-) -> None:
+def _texts(case: CaseFile, model: CaseModel, backend: Backend, report: CaseReport, carrier: torch.dtype) -> None:
     facts = case.json("facts_f64")
     for prompt in case.prompts():
         fed, length = sequence(case, prompt, "f64.")

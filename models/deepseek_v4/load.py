@@ -169,5 +169,3 @@ def with_need(options: RunnerOptions, need: int, config: V4Config) -> RunnerOpti
             do="shorten the prompt, or lower --max-tokens",
         )
     return replace(options, max_context=need)
-
-

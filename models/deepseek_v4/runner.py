@@ -171,7 +171,9 @@ class V4Runner:
         """Largest and smallest of every kind of step: programs of one kind take memory in the same places."""
         kinds: dict[tuple[object, ...], list[Descriptor]] = {}
         for d in descriptors:
-            indexed = any(k.indexed and d.context_capacity // k.ratio > self.config.index_topk for k in self.config.layers)
+            indexed = any(
+                k.indexed and d.context_capacity // k.ratio > self.config.index_topk for k in self.config.layers
+            )
             kinds.setdefault((d.role, d.variant, indexed), []).append(d)
         chosen: list[Descriptor] = []
         for group in kinds.values():

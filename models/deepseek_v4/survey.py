@@ -55,7 +55,7 @@ class Survey:
         self._check(name, shape, FLOATS)
         start, stop = self.options.cut(shape[0], split)
         out = torch.empty((stop - start, *shape[1:]), dtype=self.options.accumulator, device="meta")
-        self._count(out.numel() * self._item(name, 4))
+        self._count(out.numel() * self._item(name, 2 if name.endswith(".weight") else 4))
         return out
 
     def table(self, name: str, shape: tuple[int, ...], below: int) -> torch.Tensor:

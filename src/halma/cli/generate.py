@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")
+    ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 0,17,42.")] = None,
     model: Annotated[str, typer.Option(help="A checkpoint directory, or tiny-v4, which comes with halma.")] = "tiny-v4",
@@ -95,7 +98,9 @@ class _Run:
 def _prompts(
     texts: list[str] | None, file: Path | None, ids: str | None, encode: Callable[[str], tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    given = [name for name, value in (("--prompt", texts), ("--file", file), ("--prompt-ids", ids)) if value is not None]
+    given = [
+        name for name, value in (("--prompt", texts), ("--file", file), ("--prompt-ids", ids)) if value is not None
+    ]
     if len(given) > 1:
         raise RequestError("the prompt was given twice", found=" and ".join(given), do="give one of them")
     if ids is not None:
@@ -118,8 +123,11 @@ def _prompts(
         texts = [_decode(sys.stdin.buffer.read(), "standard input")]
     for text in texts:
         if not text.strip():
-            raise RequestError("the prompt is empty", found=f"{len(text)} characters, none of them visible",
-                               do='halma generate --prompt "The President"')
+            raise RequestError(
+                "the prompt is empty",
+                found=f"{len(text)} characters, none of them visible",
+                do='halma generate --prompt "The President"',
+            )
     return [encode(text) for text in texts]
 
 
@@ -158,8 +166,11 @@ class _Show:
         if 0 in self._streams:
             sys.stdout.write(self._streams[0].finish() + "\n")
         for number, generation in enumerate(generations[0 if self._codec is None else 1 :], start=2):
-            shown = str(generation.tokens) if self._codec is None else self._codec.decode(
-                [*generation.request.prompt, *generation.tokens])
+            shown = (
+                str(generation.tokens)
+                if self._codec is None
+                else self._codec.decode([*generation.request.prompt, *generation.tokens])
+            )
             sys.stdout.write(f"\n[{number}/{len(generations)}] {shown}\n")
         sys.stdout.flush()
 
@@ -168,7 +179,8 @@ def _run(engine: Engine, loaded: Loaded, requests: list[Request], *, show_progre
     variants = sorted({"sample" if request.temperature > 0 else "greedy" for request in requests})
     descriptors = loaded.runner.descriptors(variants)
     with progress_bar("capturing", total=len(descriptors), disable=not show_progress) as capturing:
-        loaded.runner.prepare(descriptors, progress=lambda _: capturing(1, len(descriptors), ""))
+        done = itertools.count(1)
+        loaded.runner.prepare(descriptors, progress=lambda d: capturing(next(done), len(descriptors), str(d)))
     begin = time.perf_counter()
     engine.step()
     first = time.perf_counter()
@@ -220,10 +232,15 @@ def _print_summary(result: dict[str, Any]) -> None:
         ("evidence", result["evidence"]),
         ("arithmetic", result["arithmetic"]),
         ("tokens/s", f"{result['tokens_per_second']:.1f}"),
-        ("graphs", f"{graphs['captured']} captured, {graphs['replayed_steps']} steps replayed, "
-                   f"{graphs['eager_steps']} eager"),
-        *((("why eager", "; ".join(f"{why} ({count})" for why, count in graphs["why_eager"].items())),)
-          if graphs["why_eager"] else ()),
+        (
+            "graphs",
+            f"{graphs['captured']} captured, {graphs['replayed_steps']} steps replayed, {graphs['eager_steps']} eager",
+        ),
+        *(
+            (("why eager", "; ".join(f"{why} ({count})" for why, count in graphs["why_eager"].items())),)
+            if graphs["why_eager"]
+            else ()
+        ),
         ("memory", ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in memory.items())),
     ]
     print_table(("", ""), rows)

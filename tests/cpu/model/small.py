@@ -15,6 +15,7 @@ from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
 from halma.models.deepseek_v4.synthetic import SyntheticSource, small_config
 from halma.models.deepseek_v4.weights import V4Weights
 
+
 @functools.cache
 def small_model(arithmetic: str) -> tuple[V4Config, V4Weights]:
     """Every kind of layer and router, weights in the official packed formats, prepared for ``arithmetic``."""

@@ -159,7 +159,8 @@ def test_quantised_stacks_are_decoded_on_the_way() -> None:
 @pytest.mark.invariant("K7")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
-    "sizes", [{"width": 64, "inner": 48}, {"width": 37, "inner": 13}, {"width": 256, "inner": 128, "activation": "fp8"}]
+    "sizes",
+    [{"width": 64, "inner": 48}, {"width": 37, "inner": 13, "k": 3}, {"width": 256, "inner": 128, "activation": "fp8"}],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_token_does_not_depend_on_its_neighbours(route: str, sizes: dict[str, Any], dtype: torch.dtype) -> None:

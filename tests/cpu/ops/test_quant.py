@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def test_rounding_is_the_nearest_number_of_the_block(dtype: torch.dtype, width: 
     x[0, :4] = torch.tensor([0.0, -0.0, 1e-30, -1e-30])
     x[1] = 0.0
     # Exact ties: the middle between two numbers, in a block whose scale is one.
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(E4M3, E4M3[1:], strict=False)], dtype=torch.float64)
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E4M3)], dtype=torch.float64)
     x[2] = middles[torch.arange(width) * 2 % len(middles)].to(dtype)
     x[2, ::64] = 448.0
     found = run("round_activation", x)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halma.ops import sampling as _family  # noqa: F401  (defines the ops)
+from halma.hal.workspace import Workspace
+from halma.ops import sampling
 from tests.cpu.ops.checks import check_contract, fresh_ops, poisoned, run, same_bits
 
 
@@ -167,6 +168,11 @@ def test_other_seeds_and_other_positions_draw_other_tokens() -> None:
     assert not torch.equal(by_seed[1:], by_position[1:])
 
 
+def test_the_seed_zero_at_the_position_zero_is_as_good_as_any() -> None:
+    """The mixer maps 0 to 0, whose noise would be the largest of all: token 0, always."""
+    assert draw(torch.zeros(1, 1000), seed=0, position=0).item() != 0
+
+
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
 def test_any_seed_is_a_seed(seed: int) -> None:
     tokens = draw(torch.zeros(40, 1000), seed=seed, position=list(range(40)))
@@ -190,6 +196,23 @@ def test_poisoned_rows_stay_in_range_and_change_nothing() -> None:
 def test_other_carriers(dtype: torch.dtype) -> None:
     logits = logits_of(5, 60).to(torch.bfloat16)
     assert torch.equal(draw(logits.to(dtype), seed=2), draw(logits.float(), seed=2))
+
+
+def test_the_noise_is_finite_and_falls_at_both_ends_of_its_range() -> None:
+    words = torch.tensor([0, 1, 2**16, 2**31, 2**32 - 200, 2**32 - 1])
+    noise = torch.empty(6)
+    sampling._gumbel_of(words, noise)
+    assert noise.isfinite().all()
+    assert (noise[1:] <= noise[:-1]).all() and noise[0] > 22 and noise[-1] < -2.5
+    exact = -torch.log(-torch.log1p(-(words[:4].double() + 0.5) / 2**32))
+    torch.testing.assert_close(noise[:4].double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1.0, 3), (1.0 - 2.0**-20, 1)])
+def test_all_means_all_where_the_sum_of_probabilities_rounds(top_p: float, kept: int) -> None:
+    scores = torch.tensor([[0.0, -25.0, -26.0]])
+    sampling._cut_to_nucleus(scores, torch.tensor([top_p]), Workspace())
+    assert int(scores.isfinite().sum()) == kept
 
 
 def test_a_vocabulary_of_one() -> None:

@@ -1,0 +1,103 @@
+"""The CPU backend, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from halma.backends.cpu.device import CpuDevice
+from halma.backends.cpu.graphs import CpuGraphs
+from halma.backends.cpu.memory import CpuMemory
+from halma.backends.cpu.streams import StreamState
+from halma.hal.backend import Stream
+from halma.hal.capabilities import Capabilities
+from halma.hal.errors import CapabilityError
+
+
+class CpuBackend:
+    """A device family of one: the host.
+
+    Args:
+        graph_capture: False makes a backend that cannot capture and is otherwise the same, to compare with (G4).
+    """
+
+    name = "cpu"
+    evidence = "cpu"
+
+    def __init__(self, *, graph_capture: bool = True) -> None:
+        state = StreamState()
+        self.device = CpuDevice(state)
+        self.memory = CpuMemory()
+        reason = None if graph_capture else "this cpu backend was made without capture (graph_capture=False)"
+        self.graphs = CpuGraphs(self.device, state, reason)
+        self.kernels = NoKernels()
+        self.collectives = GlooCollectives()
+        self.capabilities = Capabilities(
+            graph_capture=graph_capture,
+            graph_segments=graph_capture,
+            graph_parameters=graph_capture,
+            graph_executable_limit=None,
+            graph_debug_dump=False,
+            thread_local_capture=False,  # another thread's work is refused while a capture is open
+            pool_freed_by_reset=True,
+            ipc=False,
+            fp8_e4m3fn=_has_fp8_e4m3fn(),
+            float64=True,
+            row_invariant=True,
+            triton_target=None,
+            collective_backend="gloo",
+        )
+
+
+class NoKernels:
+    """There is no kernel compiler here: ops run their references or routes made of ATen and Python."""
+
+    def unsupported(self) -> str | None:
+        """The reason."""
+        return "the cpu backend compiles no kernels: its ops are ATen calls and opaque routes"
+
+    def compile(self, source: str, name: str, options: Sequence[str] = ()) -> Any:
+        """Refuses.
+
+        Raises:
+            CapabilityError: always.
+        """
+        self._refuse(f"to compile {name!r}")
+
+    def launch(self, kernel: Any, grid: Sequence[int], block: Sequence[int], *args: Any, stream: Stream) -> None:
+        """Refuses.
+
+        Raises:
+            CapabilityError: always.
+        """
+        self._refuse("to launch a kernel")
+
+    def _refuse(self, asked: str) -> NoReturn:
+        raise CapabilityError(
+            "the cpu backend has no kernels", asked=asked, found=self.unsupported(), do="use the op's reference route"
+        )
+
+
+class GlooCollectives:
+    """torch.distributed over gloo."""
+
+    torch_backend = "gloo"
+
+    def unsupported(self) -> str | None:
+        """Why this torch cannot, or None."""
+        import torch.distributed as distributed
+
+        if not distributed.is_available():
+            return "this torch was built without torch.distributed"
+        return None if distributed.is_gloo_available() else "this torch was built without gloo"
+
+
+def _has_fp8_e4m3fn() -> bool:
+    """Whether the fp8 type is the OCP one: 0x80 is minus zero, 0x7e is 448, 0x7f is NaN (K3)."""
+    dtype = getattr(torch, "float8_e4m3fn", None)
+    if dtype is None:
+        return False
+    zero, largest, nan = torch.tensor([0x80, 0x7E, 0x7F], dtype=torch.uint8).view(dtype).to(torch.float32).tolist()
+    return zero == 0 and str(zero) == "-0.0" and largest == 448.0 and nan != nan

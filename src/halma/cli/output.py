@@ -1,0 +1,96 @@
+"""What commands print: tables (rich on a terminal, plain when piped), progress, JSON with a schema version.
+
+rich is imported when it is used: a piped or JSON answer does without.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+Advance = Callable[[int, int, str], None]
+"""(done so far, all there is, what it is at): moves a progress bar."""
+
+_SCHEMA = re.compile(r"halma\.[a-z]+/[1-9][0-9]*")
+_GAP = "  "
+
+
+def emit_json(document: Mapping[str, Any]) -> None:
+    """Print a document as one JSON object. Numbers that JSON has no word for become the strings nan, inf, -inf.
+
+    Raises:
+        ValueError: it has no ``schema`` of the form ``halma.NAME/VERSION``; readers rely on it.
+    """
+    if not _SCHEMA.fullmatch(str(document.get("schema", ""))):
+        raise ValueError(f"a JSON answer needs a schema like halma.backends/1, found {document.get('schema')!r}")
+    print(json.dumps(_plain(document), indent=2, allow_nan=False, ensure_ascii=False))
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str | None = None) -> None:
+    """Print rows under headers; headers that are all empty are left out."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _rich_table(headers, cells, title)
+    else:
+        print("\n".join(plain_table(headers, cells, title=title)))
+
+
+def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> list[str]:
+    """The lines of a table without colour or frame; a row is always one line."""
+    shown = [[" ".join(cell.split()) for cell in row] for row in ([headers] if any(headers) else []) + list(rows)]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(headers))] if shown else []
+    lines = [] if title is None else [title]
+    for row in shown:
+        lines.append(_GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return lines
+
+
+@contextmanager
+def progress_bar(label: str, total: int | None = None, *, disable: bool = False) -> Iterator[Advance]:
+    """A bar on standard error, when that is a terminal; it is gone when the block ends."""
+    if disable or not sys.stderr.isatty():
+        yield _ignore
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[at]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total, at="")
+        yield lambda done, all_, at: bar.update(task, completed=done, total=all_, at=at)
+
+
+def _ignore(done: int, all_: int, at: str) -> None:
+    """Progress that nobody watches."""
+
+
+def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # Text, not str: rich would read [M, D] as markup.
+    table = Table(
+        title=None if title is None else Text(title), title_justify="left", box=SIMPLE_HEAD, show_header=any(headers)
+    )
+    for header in headers:
+        table.add_column(Text(header), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
