@@ -120,7 +120,7 @@ class Registry:
         """
         plugins = self._claims(name)
         if not plugins:
-            close = difflib.get_close_matches(name, [*self.names(), AUTO], n=1, cutoff=0.5)
+            close = difflib.get_close_matches(name, [*self.names(), AUTO], n=1)
             hint = f' (did you mean "{close[0]}"?)' if close else ""
             raise SelectionError(
                 f'no backend called "{name}"{hint}', self.statuses(), asked=name, do=self._way_out(except_for=name)

@@ -136,8 +136,9 @@ def refuse_unknown(environment: Mapping[str, str] | None = None) -> None:
         return
     found: list[str] = []
     for name in unknown:
-        close = difflib.get_close_matches(name, known, n=1)
-        found.append(f"{name}={environment[name]}" + (f" (did you mean {close[0]}?)" if close else ""))
+        # Compared without the prefix, which makes everything look alike.
+        close = difflib.get_close_matches(name.removeprefix(PREFIX), [k.removeprefix(PREFIX) for k in known], n=1)
+        found.append(f"{name}={environment[name]}" + (f" (did you mean {PREFIX}{close[0]}?)" if close else ""))
     raise SettingError(
         "no such setting" if len(unknown) == 1 else "no such settings",
         found=found,

@@ -382,7 +382,7 @@ class Workspace:
         buffer = self._buffer
         if buffer is None or not self.holds(tensor):
             return None
-        return tensor.storage_offset() * tensor.itemsize - buffer.storage_offset()
+        return int(tensor.storage_offset()) * tensor.itemsize - int(buffer.storage_offset())
 
     def path(self) -> str:
         """The open scopes, outermost first, for errors and reports."""

@@ -12,9 +12,7 @@ from halma.ops.row_store import PLAIN, RowStore
 
 
 @op("insert_rows")
-def insert_rows(
-    rows: torch.Tensor, page: torch.Tensor, row: torch.Tensor, store: RowStore, *, ws: Workspace
-) -> None:
+def insert_rows(rows: torch.Tensor, page: torch.Tensor, row: torch.Tensor, store: RowStore, *, ws: Workspace) -> None:
     """rows [N, width], page and row [N] i64 -> row ``row[i]`` of page ``page[i]``, encoded into the store's format.
 
     Several rows for the null page may collide there; anywhere else places are distinct.
@@ -99,9 +97,7 @@ def find_blocks(
     return page, torch.remainder(block, store.page_rows, out=entry)
 
 
-def gather_rows(
-    page: torch.Tensor, row: torch.Tensor, store: RowStore, out: torch.Tensor, ws: Workspace
-) -> None:
+def gather_rows(page: torch.Tensor, row: torch.Tensor, store: RowStore, out: torch.Tensor, ws: Workspace) -> None:
     """row [..] i64, page broadcastable to it -> out [.., width], contiguous, fp32 or fp64: decoded rows.
 
     Rows that nobody wrote come out as garbage, perhaps NaN: who may meet them masks them.

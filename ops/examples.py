@@ -12,31 +12,12 @@ import torch
 
 from halma.hal.testing.examples import Arguments, OpExample, examples
 from halma.ops import families as _families  # noqa: F401  (defines every op)
+from halma.ops import state_examples as _state_examples  # noqa: F401  (the ops that keep state)
+from halma.ops.draws import Draw, example
 from halma.ops.weight import Weight
 
 ROUNDED = 5e-2
 """Tolerance where activations are rounded: another order of summation moves a value across a rounding step."""
-
-
-class _Draw:
-    """Seeded tensors in the order they are asked for."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return (torch.randn(*shape, generator=self._generator) * scale).to(dtype)
-
-    def ids(self, *shape: int, below: int) -> torch.Tensor:
-        return torch.randint(0, below, shape, generator=self._generator)
-
-    def choices(self, rows: int, k: int, below: int) -> torch.Tensor:
-        """[rows, k], distinct within a row."""
-        return torch.rand(rows, below, generator=self._generator).argsort(1)[:, :k].contiguous()
-
-
-def _example(op: str, name: str, build: Any, **more: Any) -> OpExample:
-    return OpExample(op, name, lambda seed, rows: build(_Draw(seed), rows), **more)
 
 
 # -- rows -----------------------------------------------------------------------------------------------
@@ -45,44 +26,44 @@ def _example(op: str, name: str, build: Any, **more: Any) -> OpExample:
 @examples("step_rows")
 def _step_rows() -> list[OpExample]:
     def build(tokens: int) -> Any:
-        def make(draw: _Draw, rows: int) -> Arguments:
+        def make(draw: Draw, rows: int) -> Arguments:
             count = draw.ids(rows, below=tokens + 1)
             return draw.ids(rows, tokens, below=99), draw.ids(rows, below=500), count, draw.ids(rows, below=9)
 
         return make
 
     return [
-        _example("step_rows", "one token a request", build(1), by_row=(0, 1, 2, 3)),
-        _example("step_rows", "five tokens a request, some padding", build(5)),
+        example("step_rows", "one token a request", build(1), by_row=(0, 1, 2, 3)),
+        example("step_rows", "five tokens a request, some padding", build(5)),
     ]
 
 
 @examples("embed")
 def _embed() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return draw.ids(rows, below=40), Weight(draw.normal(40, 24))
 
-    return [_example("embed", "fp32 table", build, by_row=(0,), tolerance=0.0)]
+    return [example("embed", "fp32 table", build, by_row=(0,), tolerance=0.0)]
 
 
 @examples("expand_streams")
 def _expand_streams() -> list[OpExample]:
     return [
-        _example("expand_streams", "four streams", lambda d, n: (d.normal(n, 20), 4), by_row=(0,), tolerance=0.0),
+        example("expand_streams", "four streams", lambda d, n: (d.normal(n, 20), 4), by_row=(0,), tolerance=0.0),
     ]
 
 
 @examples("last_rows")
 def _last_rows() -> list[OpExample]:
     def build(tokens: int) -> Any:
-        def make(draw: _Draw, rows: int) -> Arguments:
+        def make(draw: Draw, rows: int) -> Arguments:
             return draw.normal(rows * tokens, 4, 6), draw.ids(rows, below=tokens + 1), tokens
 
         return make
 
     return [
-        _example("last_rows", "one token a request", build(1), by_row=(0, 1), tolerance=0.0),
-        _example("last_rows", "three tokens a request", build(3), tolerance=0.0),
+        example("last_rows", "one token a request", build(1), by_row=(0, 1), tolerance=0.0),
+        example("last_rows", "three tokens a request", build(3), tolerance=0.0),
     ]
 
 
@@ -92,9 +73,9 @@ def _last_rows() -> list[OpExample]:
 @examples("rms_norm")
 def _rms_norm() -> list[OpExample]:
     return [
-        _example("rms_norm", "weighted", lambda d, n: (d.normal(n, 129), d.normal(129), 1e-6), by_row=(0,)),
-        _example("rms_norm", "per head, unweighted", lambda d, n: (d.normal(n, 3, 64), None, 1e-6), by_row=(0,)),
-        _example(
+        example("rms_norm", "weighted", lambda d, n: (d.normal(n, 129), d.normal(129), 1e-6), by_row=(0,)),
+        example("rms_norm", "per head, unweighted", lambda d, n: (d.normal(n, 3, 64), None, 1e-6), by_row=(0,)),
+        example(
             "rms_norm",
             "bf16",
             lambda d, n: (d.normal(n, 64, dtype=torch.bfloat16), d.normal(64, dtype=torch.bfloat16), 1e-6),
@@ -106,69 +87,69 @@ def _rms_norm() -> list[OpExample]:
 
 @examples("linear")
 def _linear() -> list[OpExample]:
-    def plain(draw: _Draw, rows: int) -> Arguments:
+    def plain(draw: Draw, rows: int) -> Arguments:
         return draw.normal(rows, 96), Weight(draw.normal(40, 96, scale=0.1))
 
-    def odd(draw: _Draw, rows: int) -> Arguments:
+    def odd(draw: Draw, rows: int) -> Arguments:
         return draw.normal(rows, 37), Weight(draw.normal(13, 37, scale=0.1)), torch.float32
 
-    def rounding(draw: _Draw, rows: int) -> Arguments:
+    def rounding(draw: Draw, rows: int) -> Arguments:
         return draw.normal(rows, 256), Weight(draw.normal(40, 256, scale=0.1), activation="fp8")
 
-    def quantised(draw: _Draw, rows: int) -> Arguments:
+    def quantised(draw: Draw, rows: int) -> Arguments:
         data = draw.normal(144, 256).to(torch.float8_e4m3fn)
         scale = draw.ids(2, 2, below=4).add_(120).to(torch.uint8).view(torch.float8_e8m0fnu)
         return draw.normal(rows, 256), Weight(data, scale, "fp8_block128", "fp8")
 
     return [
-        _example("linear", "fp32", plain, by_row=(0,)),
-        _example("linear", "odd sizes", odd, by_row=(0,)),
-        _example("linear", "rounded input", rounding, by_row=(0,), tolerance=ROUNDED),
-        _example("linear", "fp8 weight, rounded input", quantised, by_row=(0,), tolerance=ROUNDED),
+        example("linear", "fp32", plain, by_row=(0,)),
+        example("linear", "odd sizes", odd, by_row=(0,)),
+        example("linear", "rounded input", rounding, by_row=(0,), tolerance=ROUNDED),
+        example("linear", "fp8 weight, rounded input", quantised, by_row=(0,), tolerance=ROUNDED),
     ]
 
 
 @examples("grouped_linear")
 def _grouped_linear() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return draw.normal(rows, 2, 48), Weight(draw.normal(40, 48, scale=0.1), activation="fp8")
 
-    return [_example("grouped_linear", "two groups, never rounded", build, by_row=(0,))]
+    return [example("grouped_linear", "two groups, never rounded", build, by_row=(0,))]
 
 
 @examples("round_activation")
 def _round_activation() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return (draw.normal(rows, 256) * 2.0 ** draw.ids(rows, 256, below=12).float(),)
 
-    return [_example("round_activation", "wide range", build, by_row=(0,), tolerance=0.0, scales=(0.0, 1e-6, 1e4))]
+    return [example("round_activation", "wide range", build, by_row=(0,), tolerance=0.0, scales=(0.0, 1e-6, 1e4))]
 
 
 @examples("hadamard")
 def _hadamard() -> list[OpExample]:
-    return [_example("hadamard", "128 channels", lambda d, n: (d.normal(n, 3, 128),), by_row=(0,))]
+    return [example("hadamard", "128 channels", lambda d, n: (d.normal(n, 3, 128),), by_row=(0,))]
 
 
 @examples("rope_angles")
 def _rope_angles() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return draw.ids(rows, below=100_000), 1e4 ** -(torch.arange(32) / 32)
 
-    return [_example("rope_angles", "long context", build, by_row=(0,))]
+    return [example("rope_angles", "long context", build, by_row=(0,))]
 
 
 @examples("rope")
 def _rope() -> list[OpExample]:
     def build(inverse: bool) -> Any:
-        def make(draw: _Draw, rows: int) -> Arguments:
+        def make(draw: Draw, rows: int) -> Arguments:
             angle = draw.normal(rows, 8, scale=50.0)
             return draw.normal(rows, 3, 40), torch.stack((angle.cos(), angle.sin()), -1), inverse
 
         return make
 
     return [
-        _example("rope", "turned", build(False), by_row=(0, 1), state=(0,)),
-        _example("rope", "turned back", build(True), by_row=(0, 1), state=(0,)),
+        example("rope", "turned", build(False), by_row=(0, 1), state=(0,)),
+        example("rope", "turned back", build(True), by_row=(0, 1), state=(0,)),
     ]
 
 
@@ -177,28 +158,28 @@ def _rope() -> list[OpExample]:
 
 @examples("hc_pre")
 def _hc_pre() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         fn, base, scale = draw.normal(24, 96, scale=0.1), draw.normal(24), draw.normal(3)
         return draw.normal(rows, 4, 24), fn, base, scale, 1e-6, 1e-6, 20
 
-    return [_example("hc_pre", "four streams, 20 iterations", build, by_row=(0,))]
+    return [example("hc_pre", "four streams, 20 iterations", build, by_row=(0,))]
 
 
 @examples("hc_post")
 def _hc_post() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return draw.normal(rows, 24), draw.normal(rows, 4, 24), draw.normal(rows, 4), draw.normal(rows, 4, 4)
 
-    return [_example("hc_post", "lopsided mix", build, by_row=(0, 1, 2, 3))]
+    return [example("hc_post", "lopsided mix", build, by_row=(0, 1, 2, 3))]
 
 
 @examples("hc_head")
 def _hc_head() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         fn, base, scale = draw.normal(4, 96, scale=0.1), draw.normal(4), draw.normal(1)
         return draw.normal(rows, 4, 24), fn, base, scale, 1e-6, 1e-6
 
-    return [_example("hc_head", "four streams", build, by_row=(0,))]
+    return [example("hc_head", "four streams", build, by_row=(0,))]
 
 
 # -- experts --------------------------------------------------------------------------------------------
@@ -209,30 +190,30 @@ def _route_scores() -> list[OpExample]:
     def build(experts: int) -> Any:
         return lambda draw, rows: (draw.normal(rows, 48), Weight(draw.normal(experts, 48, scale=0.5)))
 
-    return [_example("route_scores", f"{n} experts", build(n), by_row=(0,)) for n in (16, 13)]
+    return [example("route_scores", f"{n} experts", build(n), by_row=(0,)) for n in (16, 13)]
 
 
 @examples("select_experts")
 def _select_experts() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return draw.normal(rows, 16).abs(), draw.normal(16), 4, 1.5
 
-    def tied(draw: _Draw, rows: int) -> Arguments:
+    def tied(draw: Draw, rows: int) -> Arguments:
         return draw.ids(rows, 16, below=3).float() + 0.5, torch.zeros(16), 4, 2.5
 
     # Scaled scores under a fixed bias may tie: extremes are for the scores themselves.
     return [
-        _example("select_experts", "biased choice", build, by_row=(0,), scales=(0.0, 1e4)),
-        _example("select_experts", "ties go to the lower expert", tied, by_row=(0,), scales=(0.0, 1e4)),
+        example("select_experts", "biased choice", build, by_row=(0,), scales=(0.0, 1e4)),
+        example("select_experts", "ties go to the lower expert", tied, by_row=(0,), scales=(0.0, 1e4)),
     ]
 
 
 @examples("lookup_experts")
 def _lookup_experts() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return draw.normal(rows, 16).abs(), draw.choices(30, 4, 16), draw.ids(rows, below=30), 1.5
 
-    return [_example("lookup_experts", "a table of 30 tokens", build, by_row=(0, 2))]
+    return [example("lookup_experts", "a table of 30 tokens", build, by_row=(0, 2))]
 
 
 @examples("swiglu")
@@ -241,41 +222,41 @@ def _swiglu() -> list[OpExample]:
         return lambda draw, rows: (draw.normal(rows, 2 * width, scale=3.0, dtype=dtype), 2.0)
 
     return [
-        _example("swiglu", "clamped", build(64, torch.float32), by_row=(0,)),
-        _example("swiglu", "odd width", build(13, torch.float32), by_row=(0,)),
-        _example("swiglu", "bf16", build(64, torch.bfloat16), by_row=(0,), tolerance=8e-3),
+        example("swiglu", "clamped", build(64, torch.float32), by_row=(0,)),
+        example("swiglu", "odd width", build(13, torch.float32), by_row=(0,)),
+        example("swiglu", "bf16", build(64, torch.bfloat16), by_row=(0,), tolerance=8e-3),
     ]
 
 
 @examples("expert_ffn")
 def _expert_ffn() -> list[OpExample]:
     def build(width: int, inner: int, k: int, activation: str | None = None) -> Any:
-        def make(draw: _Draw, rows: int) -> Arguments:
+        def make(draw: Draw, rows: int) -> Arguments:
             gate_up = Weight(draw.normal(8, 2 * inner, width, scale=0.2), activation=activation)
             down = Weight(draw.normal(8, width, inner, scale=0.2), activation=activation)
             return draw.normal(rows, width), draw.choices(rows, k, 8), draw.normal(rows, k).abs(), gate_up, down, 1.0
 
         return make
 
-    def one_for_all(draw: _Draw, rows: int) -> Arguments:
+    def one_for_all(draw: Draw, rows: int) -> Arguments:
         arguments = build(64, 48, 1)(draw, rows)
         arguments[1].fill_(7)
         return arguments
 
     return [
-        _example("expert_ffn", "four of eight", build(64, 48, 4), by_row=(0, 1, 2)),
-        _example("expert_ffn", "odd sizes", build(37, 13, 3), by_row=(0, 1, 2)),
-        _example("expert_ffn", "the last expert takes everything", one_for_all, by_row=(0, 1, 2)),
-        _example("expert_ffn", "rounded inputs", build(128, 128, 3, "fp8"), by_row=(0, 1, 2), tolerance=ROUNDED),
+        example("expert_ffn", "four of eight", build(64, 48, 4), by_row=(0, 1, 2)),
+        example("expert_ffn", "odd sizes", build(37, 13, 3), by_row=(0, 1, 2)),
+        example("expert_ffn", "the last expert takes everything", one_for_all, by_row=(0, 1, 2)),
+        example("expert_ffn", "rounded inputs", build(128, 128, 3, "fp8"), by_row=(0, 1, 2), tolerance=ROUNDED),
     ]
 
 
 @examples("add_rows")
 def _add_rows() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return draw.normal(rows, 33), draw.normal(rows, 33, dtype=torch.bfloat16), torch.bfloat16
 
-    return [_example("add_rows", "fp32 and bf16 into bf16", build, by_row=(0, 1), tolerance=8e-3)]
+    return [example("add_rows", "fp32 and bf16 into bf16", build, by_row=(0, 1), tolerance=8e-3)]
 
 
 # -- tokens ---------------------------------------------------------------------------------------------
@@ -284,40 +265,40 @@ def _add_rows() -> list[OpExample]:
 @examples("argmax_tokens")
 def _argmax_tokens() -> list[OpExample]:
     return [
-        _example(
+        example(
             "argmax_tokens", "ties go to the lower token", lambda d, n: (d.ids(n, 50, below=4).float(),), by_row=(0,)
         ),
-        _example("argmax_tokens", "distinct", lambda d, n: (d.normal(n, 1003),), by_row=(0,)),
+        example("argmax_tokens", "distinct", lambda d, n: (d.normal(n, 1003),), by_row=(0,)),
     ]
 
 
 @examples("sample_tokens")
 def _sample_tokens() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         heat = (torch.arange(rows) % 3).float()
         cut = draw.normal(rows).abs().clamp_(0.05, 1.0)
         return draw.normal(rows, 203), heat, cut, draw.ids(rows, below=2**40), draw.ids(rows, below=5000)
 
     # Scaling would scale temperature and top_p too, which has no meaning.
-    return [_example("sample_tokens", "greedy and drawn rows", build, by_row=(0, 1, 2, 3, 4), scales=())]
+    return [example("sample_tokens", "greedy and drawn rows", build, by_row=(0, 1, 2, 3, 4), scales=())]
 
 
 @examples("next_position")
 def _next_position() -> list[OpExample]:
-    return [_example("next_position", "any", lambda d, n: (d.ids(n, below=900), d.ids(n, below=9)), by_row=(0, 1))]
+    return [example("next_position", "any", lambda d, n: (d.ids(n, below=900), d.ids(n, below=9)), by_row=(0, 1))]
 
 
 @examples("decode_inputs")
 def _decode_inputs() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         return draw.ids(rows, below=12), draw.ids(12, below=1000), draw.ids(12, below=4000)
 
-    return [_example("decode_inputs", "any slots", build, by_row=(0,))]
+    return [example("decode_inputs", "any slots", build, by_row=(0,))]
 
 
 @examples("commit_tokens")
 def _commit_tokens() -> list[OpExample]:
-    def build(draw: _Draw, rows: int) -> Arguments:
+    def build(draw: Draw, rows: int) -> Arguments:
         slot = torch.arange(rows, 0, -1)
         step = draw.ids(rows, below=1000), draw.ids(rows, below=90), draw.ids(rows, below=6), slot
         return (*step, draw.ids(12, below=9), draw.ids(12, below=9), draw.ids(12, 8, below=9))
@@ -327,4 +308,4 @@ def _commit_tokens() -> list[OpExample]:
             tensor[real:] = 0
         arguments[0][real:] = 0 if payload == 0 else 999
 
-    return [_example("commit_tokens", "a ring of eight", build, state=(4, 5, 6), null_row=True, padding=pad)]
+    return [example("commit_tokens", "a ring of eight", build, state=(4, 5, 6), null_row=True, padding=pad)]

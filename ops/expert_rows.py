@@ -102,6 +102,8 @@ def expert_rows(
     factors, flat = weights.view(pairs, 1), ids.view(pairs)
     entries, hiddens, actives, results = (t.unbind(0) for t in (entry, hidden, active, result))
     sources = [row for row in entries for _ in range(choices)]
+    parts = result.view(rows, choices, width).unbind(1)
+    gate, up = hidden.chunk(2, 1)
     product = torch.mv
 
     def launch() -> None:
@@ -112,12 +114,12 @@ def expert_rows(
             round_entry()
         for expert, source, target in zip(chosen, sources, hiddens, strict=True):
             product(first[expert], source, out=target)
-        swiglu_rows(hidden, limit, active, scratch)
+        swiglu_rows(gate, up, limit, active, scratch)
         active.mul_(factors)
         if round_active is not None:
             round_active()
         for expert, source, target in zip(chosen, actives, results, strict=True):
             product(second[expert], source, out=target)
-        sum_of_choices(result, out, choices)
+        sum_of_choices(parts, out)
 
     return launch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from halma.hal.dispatch import Spec, op
@@ -14,19 +16,18 @@ PAIRS_AT_ONCE = 16
 """Chosen experts whose weights the reference copies at a time: its scratch is this many experts, whatever M."""
 
 
-def swiglu_rows(gate_up: torch.Tensor, limit: float, out: torch.Tensor, scratch: torch.Tensor) -> None:
-    """gate_up [M, 2I] -> out [M, I], with scratch like out; all of one dtype, acc.
+def swiglu_rows(gate: torch.Tensor, up: torch.Tensor, limit: float, out: torch.Tensor, scratch: torch.Tensor) -> None:
+    """gate, up [M, I] -> out [M, I], with scratch like out; all of one dtype, acc.
 
     silu is spelt out: ATen's own finishes the last elements of a vector with another exponential on the CPU,
     so its bits depend on where a row lies (seen with torch 2.13; K7).
     """
-    width = out.shape[1]
-    torch.clamp(gate_up[:, :width], max=limit, out=out)
+    torch.clamp(gate, max=limit, out=out)
     torch.neg(out, out=scratch)
     scratch.exp_()
     scratch.add_(1.0)
     out.div_(scratch)
-    torch.clamp(gate_up[:, width:], -limit, limit, out=scratch)
+    torch.clamp(up, -limit, limit, out=scratch)
     out.mul_(scratch)
 
 
@@ -43,20 +44,19 @@ def swiglu(gate_up: torch.Tensor, limit: float, *, out: torch.Tensor, ws: Worksp
     scratch = ws.take(tuple(out.shape), acc)
     wide = widened(gate_up, ws)
     result = out if out.dtype is acc else ws.take(tuple(out.shape), acc)
-    swiglu_rows(wide, limit, result, scratch)
+    swiglu_rows(*wide.chunk(2, 1), limit, result, scratch)
     if result is not out:
         out.copy_(result)
 
 
-def sum_of_choices(pairs: torch.Tensor, out: torch.Tensor, choices: int) -> None:
-    """pairs [M * k, D] -> out [M, D]: the k rows of each token added in the order of its choices."""
-    by_token = pairs.view(out.shape[0], choices, out.shape[1])
-    if choices == 1:
-        out.copy_(by_token[:, 0])
+def sum_of_choices(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """k parts [M, D], one a choice -> out [M, D]: added in the order of the choices."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
         return
-    torch.add(by_token[:, 0], by_token[:, 1], out=out)
-    for choice in range(2, choices):
-        out.add_(by_token[:, choice])
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
 
 
 @op(
@@ -99,12 +99,12 @@ def expert_ffn(
     scratch = ws.take((pairs, inner), acc)
     result = ws.take((pairs, width), acc)
     _chosen_products(entry, flat, gate_up, hidden, ws)
-    swiglu_rows(hidden, limit, active, scratch)
+    swiglu_rows(*hidden.chunk(2, 1), limit, active, scratch)
     active.mul_(weights.view(pairs, 1))
     if down.activation is not None:
         round_fp8_blocks(active, FP8_BLOCK, active, ws)
     _chosen_products(active, flat, down, result, ws)
-    sum_of_choices(result, out, choices)
+    sum_of_choices(result.view(rows, choices, width).unbind(1), out)
 
 
 def _rounded(x: torch.Tensor, weight: Weight, ws: Workspace) -> torch.Tensor:

@@ -183,6 +183,6 @@ def hc_head(
     """streams [M, n, D] -> [M, D]: the sum that ends the model; fn [n, n*D], base [n], scale [1] or scalar."""
     wide = widened(streams, ws)
     mixes = _mixes(wide, fn, rms_eps, ws)
-    weights = _uncoalesced(*mixes.shape, mixes.dtype, ws)
+    weights = _uncoalesced(mixes.shape[0], mixes.shape[1], mixes.dtype, ws)
     torch.addcmul(base, mixes, scale, out=weights)
     _weighted_sum(weights.sigmoid_().add_(hc_eps), wide, out, ws)

@@ -11,7 +11,7 @@ import torch
 
 from halma.hal.dispatch import Spec, op
 from halma.hal.errors import DispatchError
-from halma.hal.graph.current import current_recorder
+from halma.hal.graph.current import one_time_work
 from halma.hal.workspace import Workspace
 from halma.ops.quant import accumulator, decode_weight, round_fp8_blocks
 from halma.ops.weight import FP8_BLOCK, PLAIN, Weight
@@ -132,7 +132,7 @@ def row_product(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, ws: Wo
         x = aligned_rows(x.shape, x.dtype, ws).copy_(x)
     if count == 1:
         torch.mv(matrix, x[0], out=out[0])
-    elif bmm_equals_mv(*matrix.shape, x.dtype):
+    elif bmm_equals_mv(matrix.shape[0], matrix.shape[1], x.dtype):
         batch = matrix.t().unsqueeze(0).expand(count, -1, -1)
         torch.bmm(x.unsqueeze(1), batch, out=out.unsqueeze(1))
     else:
@@ -157,9 +157,10 @@ def bmm_equals_mv(rows: int, width: int, dtype: torch.dtype) -> bool:
     key = (rows, width, dtype)
     known = _batched.get(key)
     if known is None:
-        if current_recorder() is not None:
-            return False
-        known = _batched[key] = _try_bmm(rows, width, dtype)
+        with one_time_work() as allowed:
+            if not allowed:
+                return False
+            known = _batched[key] = _try_bmm(rows, width, dtype)
     return known
 
 

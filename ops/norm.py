@@ -8,9 +8,6 @@ from halma.hal.dispatch import like, op
 from halma.hal.workspace import Workspace
 from halma.ops.quant import widened
 
-_SPLIT_REDUCTION = 32_768
-"""Elements from which torch splits the sum of a lone row over threads, which changes its bits; two rows it does not."""
-
 
 @op("rms_norm", out=lambda x, weight, eps: like(x))
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, out: torch.Tensor, ws: Workspace) -> None:
@@ -32,11 +29,7 @@ def inverse_rms(x: torch.Tensor, eps: float, ws: Workspace) -> torch.Tensor:
     """x [M, D], fp32 or fp64 -> scratch [M, 1]: ``1 / sqrt(mean(x^2) + eps)``."""
     rows, width = x.shape
     length = ws.take((rows, 1), x.dtype)
-    if rows == 1 and width >= _SPLIT_REDUCTION:
-        pair = ws.take((2, 1), x.dtype)
-        torch.linalg.vector_norm(x.expand(2, -1), 2, 1, keepdim=True, out=pair)
-        length = pair[:1]
-    else:
-        torch.linalg.vector_norm(x, 2, 1, keepdim=True, out=length)
-    # A batch of dot products instead has other bits at M = 1 than at M = 2, and sums naively (6e-6 off at 16,384).
+    # Not sum(x * x): torch splits that over threads for a lone row of 32,768 or more. Nor a batch of dot products:
+    # other bits at M = 1 than at M = 2, and summed naively (6e-6 off at 16,384). Measured with torch 2.13.
+    torch.linalg.vector_norm(x, 2, 1, keepdim=True, out=length)
     return ws.take((rows, 1), x.dtype).fill_(eps).addcmul_(length, length, value=1.0 / width).rsqrt_()

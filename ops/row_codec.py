@@ -41,9 +41,7 @@ def encode_rows(rows: torch.Tensor, store: RowStore, ws: Workspace) -> tuple[tor
     return data, scales
 
 
-def _encode_kv(
-    rows: torch.Tensor, store: RowStore, data: torch.Tensor, scales: torch.Tensor, ws: Workspace
-) -> None:
+def _encode_kv(rows: torch.Tensor, store: RowStore, data: torch.Tensor, scales: torch.Tensor, ws: Workspace) -> None:
     head = store.width - store.tail
     blocks = -(-head // KV_BLOCK)
     if blocks < scales.shape[-1]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from halma.backends.cpu.modes import DispatchMode
 from halma.backends.cpu.op_rules import Kind, rule_of, tensors_in
 from halma.hal.backend import GraphCounts
 
 _COPY = "aten::copy_"
 
 
-class Counter(TorchDispatchMode):
+class Counter(DispatchMode):
     """Counts what one thread does: kernels (copies apart), copies, and results that were allocated."""
 
     def __init__(self) -> None:

@@ -13,19 +13,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from halma.backends.cpu.modes import DispatchMode
 from halma.backends.cpu.op_rules import Overload, base_name, rule_of
 
 Call = Callable[[], object]
 Binder = Callable[[Overload, Sequence[Any], Mapping[str, Any]], Call]
 
-_MODULES = (
-    torch._C._VariableFunctions,
-    torch._C._nn,
-    torch._C._linalg,
-    torch._C._special,
-    torch._C._fft,
+_MODULES = tuple(
+    module
+    for name in ("_VariableFunctions", "_nn", "_linalg", "_special", "_fft")
+    if (module := getattr(torch._C, name, None)) is not None
 )
 
 _chosen: dict[Any, Binder] = {}
@@ -89,7 +87,7 @@ class _Arrived(Exception):
     pass
 
 
-class _Stop(TorchDispatchMode):
+class _Stop(DispatchMode):
     """Notes what reaches the dispatcher first, and lets nothing run."""
 
     def __init__(self) -> None:

@@ -139,9 +139,10 @@ class CpuGraphs:
         return opened.recorder.finish()
 
     def abandon(self, stream: Stream) -> None:
-        """Stop recording and forget it; nothing happens if no capture of ``stream`` is open."""
-        opened = self._open.pop(stream, None) if isinstance(stream, CpuStream) else None
-        if opened is not None:
+        """Stop recording and forget it; nothing happens if no capture of ``stream`` is open on this thread."""
+        opened = self._open.get(stream) if isinstance(stream, CpuStream) else None
+        if opened is not None and self._state.clock is opened.recorder.clock:
+            del self._open[opened.recorder.clock.origin]
             opened.undo.close()
 
     # -- running ------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class CpuGraphs:
                 found=f"captured with grad={executable.grad_mode[0]}, inference={executable.grad_mode[1]}",
                 do="wrap capture and replay in the same torch.no_grad()",
             )
-        calls = iter(executable.calls)
+        calls: Any = iter(executable.calls)
         torch._C._set_grad_enabled(False)
         try:
             if executable.proven:
@@ -240,5 +241,6 @@ class CpuGraphs:
 def _explain(error: Exception, template: Template, position: int) -> None:
     """Add the node and its line to an error of torch's (3.10 has no notes: then it goes without)."""
     node = template.nodes[position]
-    if hasattr(error, "add_note"):
-        error.add_note(f"node {position} of the graph: {node.name}, recorded at {node.where}")
+    add_note = getattr(error, "add_note", None)
+    if add_note is not None:
+        add_note(f"node {position} of the graph: {node.name}, recorded at {node.where}")

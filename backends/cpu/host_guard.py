@@ -112,6 +112,6 @@ class HostGuard(TorchFunctionMode):
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """As torch's, without its range check on the CPU, which reads the values; with -1 it must read them."""
     if num_classes <= 0:
-        return torch._C._nn.one_hot(tensor, num_classes)
+        return torch.nn.functional.one_hot(tensor, num_classes)
     out = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64)
     return out.scatter_(-1, tensor.unsqueeze(-1), 1)

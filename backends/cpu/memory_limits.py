@@ -72,15 +72,15 @@ def _folders(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            mount, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
         folder = mount / path.lstrip("/")
         while True:
-            yield (folder, *names)
+            yield folder, limit, usage, cache
             if folder in (mount, folder.parent):
                 break
             folder = folder.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,9 +87,16 @@ def rule_of(func: Overload) -> Rule:
     return rule
 
 
+@functools.cache
 def base_name(func: Overload) -> str:
     """``add`` of ``aten.add.out``."""
     return func._schema.name.rpartition("::")[2]
+
+
+@functools.cache
+def describe(func: Overload) -> str:
+    """``aten.add.out``, for errors and nodes."""
+    return f"{func.namespace}.{base_name(func)}.{func._overloadname}"
 
 
 def _make(func: Overload) -> Rule:

@@ -8,16 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from halma.backends.cpu.device import CpuDevice
 from halma.backends.cpu.fast_calls import bind
 from halma.backends.cpu.host_guard import HostGuard
 from halma.backends.cpu.lines import program_line
-from halma.backends.cpu.op_rules import Kind, Overload, Rule, masks_in, rule_of, tensors_in
+from halma.backends.cpu.modes import DispatchMode, entered
+from halma.backends.cpu.op_rules import Kind, Overload, Rule, describe, masks_in, rule_of, tensors_in
 from halma.backends.cpu.races import find_race
-from halma.backends.cpu.results import FallbackUse, Placed, describe, infer, pool_of
+from halma.backends.cpu.results import FallbackUse, Placed, infer, pool_of
 from halma.backends.cpu.streams import CaptureClock, CpuStream
 from halma.backends.cpu.tape import Node, Template, Work
 from halma.hal.errors import CaptureError
@@ -27,7 +28,7 @@ _USE_WHERE = "use torch.where(..., out=) or masked_fill_ on the whole tensor, or
 _MOVES = torch.ops.aten.copy_.default
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Records one segment.
 
     Args:
@@ -145,7 +146,7 @@ class Recorder(TorchDispatchMode):
         found = [results] if isinstance(results, torch.Tensor) else list(results or ())
         given = dict(rule.bound(args, kwargs))
         for name, result in zip(rule.returns, found, strict=False):
-            destination = given.get(name)
+            destination = given.get(name or "")
             if isinstance(destination, torch.Tensor) and destination.shape != result.shape:
                 raise resized(describe(func), destination.shape, result.shape, program_line())
 
@@ -324,17 +325,6 @@ def _run_and_copy(function: Callable[[], Any], targets: Sequence[torch.Tensor], 
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Generator[None]:
-    """Both modes on, and off again in order whatever happens, with any mode that the program left on them."""
-    with contextlib.ExitStack() as stack:
-        recorder.__enter__()
-        stack.callback(_leave, recorder, _get_current_dispatch_mode_stack)
-        recorder.guard.__enter__()
-        stack.callback(_leave, recorder.guard, torch.overrides._get_current_function_mode_stack)
+    """Both modes on, and off again in order whatever happens."""
+    with entered(recorder), entered(recorder.guard):
         yield
-
-
-def _leave(mode: Any, modes: Callable[[], list[Any]]) -> None:
-    while (current := modes()) and mode in current:
-        current[-1].__exit__(None, None, None)
-        if current[-1] is mode:
-            return

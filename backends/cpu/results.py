@@ -8,6 +8,7 @@ caching allocator behaves under capture on a GPU, and a kept weak alias misbehav
 from __future__ import annotations
 
 import ctypes
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halma.backends.cpu.op_rules import Overload, base_name, rule_of
+from halma.backends.cpu.op_rules import Overload, describe, rule_of
 from halma.hal.errors import CaptureError
 from halma.hal.workspace import Workspace
 from halma.hal.workspace_fallback import Fallback
@@ -62,10 +63,14 @@ def _infer(func: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     if meta.get("device") is not None or (rule.factory and "device" in rule.names):
         meta["device"] = torch.device("meta")
     try:
-        return func(*[_to_meta(value) for value in args], **meta)
-    except NotImplementedError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a resized destination: the caller compares and refuses
+            return func(*[_to_meta(value) for value in args], **meta)
+    except RuntimeError as error:
+        if not isinstance(error, NotImplementedError) and "no fake impl registered" not in str(error):
+            raise
         raise CaptureError(
-            f"{func} cannot be captured: the shapes of its results are unknown before it runs",
+            f"{describe(func)} cannot be captured: the shapes of its results are unknown before it runs",
             found=f"it has no meta kernel ({str(error).splitlines()[0]})",
             do="register a fake implementation for it (torch.library.register_fake), or give it an out argument",
         ) from error
@@ -172,12 +177,12 @@ class ResultPool:
             raise CaptureError(
                 "a lazily conjugated or negated result cannot be captured", do="write it out with out=, or resolve it"
             )
-        return _at(loan, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _at(loan, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def _at(loan: Fallback, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
     memory = loan.memory
-    start = memory.storage_offset() // dtype.itemsize + offset
+    start = int(memory.storage_offset()) // dtype.itemsize + offset
     return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), start, tuple(size), tuple(stride))
 
 
@@ -190,8 +195,3 @@ def pool_of(workspace: Workspace) -> ResultPool:
     if pool is None:
         pool = _pools[workspace] = ResultPool(workspace)
     return pool
-
-
-def describe(func: Overload) -> str:
-    """``aten.add.out``, for errors and nodes."""
-    return f"{func.namespace}.{base_name(func)}.{func._overloadname}"

@@ -16,7 +16,7 @@ from halma.hal.backend import Backend
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.dispatch import Call, OpSpec, OpTable, RouteSpec, table
 from halma.hal.errors import DispatchError
-from halma.hal.graph.current import current_recorder
+from halma.hal.graph.current import one_time_work
 from halma.hal.routes import REFERENCE
 from halma.hal.testing.examples import OpExample, examples_of
 from halma.hal.testing.trial import CHECKS, Failed, Trial
@@ -148,9 +148,10 @@ class Gate:
             return None
         key = (route.op, route.name, route.origin)
         if key not in self._verdicts:
-            if current_recorder() is not None:
-                return "cannot be tried for admission while a graph is captured"
-            self._verdicts[key] = self._try(route)
+            with one_time_work() as allowed:  # plans are made in dry runs, which record
+                if not allowed:
+                    return "cannot be tried for admission while a graph is captured"
+                self._verdicts[key] = self._try(route)
         return self._verdicts[key]
 
     def _try(self, route: RouteSpec) -> str | None:

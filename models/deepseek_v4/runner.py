@@ -21,6 +21,7 @@ from halma.models.deepseek_v4.program import StepInputs, Tap, V4Model, decode_st
 from halma.models.deepseek_v4.rope import rope_frequencies
 from halma.models.deepseek_v4.state import TOKEN_RING, RowFormats, StatePlan, build_state
 from halma.models.deepseek_v4.weights import V4Weights
+from halma.ops.families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class V4Runner:
         formats = RowFormats.of(options.arithmetic, options.index_format)
         state = build_state(config, self.plan, formats, dtype=carrier, device=device, ring=ring)
         self.workspace = Workspace(device, checked=options.checked)
+        assert FAMILIES  # every op that a step calls is in the table
         ops = Ops(
             self.workspace,
             backend=backend.name,
@@ -162,7 +164,7 @@ class V4Runner:
         with torch.no_grad():
             for descriptor in self._representatives(wanted):
                 self.workspace.start()
-                self.backend.graphs.dry_run(self._program(descriptor), self.workspace)
+                self.backend.graphs.dry_run(self._program(descriptor, watched=False), self.workspace)
             self.workspace.seal()
             if self.ladder.unavailable() is None:
                 self.ladder.capture_all(wanted, self._program, progress)
@@ -183,12 +185,13 @@ class V4Runner:
             chosen.append(min(group, key=lambda d: (d.num_tokens, d.context_capacity)))
         return list(dict.fromkeys(chosen))
 
-    def _program(self, descriptor: Descriptor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    def _program(self, descriptor: Descriptor, *, watched: bool = True) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         inputs = self.step_inputs(descriptor)
         step = decode_step if descriptor.role == "decode" else prefill_step
+        model = self.model if watched else replace(self.model, tap=None)
 
         def program() -> tuple[torch.Tensor, torch.Tensor]:
-            return step(self.model, inputs, descriptor)
+            return step(model, inputs, descriptor)
 
         return program
 
@@ -230,7 +233,7 @@ class V4Runner:
 
 
 def _allocate_inputs(options: RunnerOptions, device: torch.device) -> StepInputs:
-    requests, tokens = options.max_requests, max(options.max_requests, options.chunk)
+    requests, tokens = options.max_requests, options.max_requests * options.chunk
 
     def integers(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int64, device=device)

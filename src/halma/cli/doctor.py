@@ -80,8 +80,10 @@ def _backends() -> dict[str, Any]:
 
     report: dict[str, Any] = {}
     for status in default_registry().statuses():
-        report[status.name] = as_json(status)
+        facts = as_json(status)
+        facts["plugins"] = [f"{plugin.origin} ({plugin.value})" for plugin in status.plugins]
+        report[status.name] = facts
         if status.usable:
             name = status.name
-            report[name]["started"] = guard(lambda name=name: environment.backend_report(name))
+            facts["started"] = guard(lambda name=name: environment.backend_report(name))
     return report

@@ -53,7 +53,8 @@ _TORCH_CHILD = """
 import json, sys
 import torch
 from halma.hal.patches import replaced_modules
-versions = {name: value for name, value in vars(torch.version).items() if isinstance(value, str)}
+versions = {name: value for name, value in vars(torch.version).items()
+            if isinstance(value, str) and (name == "__version__" or not name.startswith("__"))}
 try:
     libraries = sorted({line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if ".so" in line})
 except OSError:
@@ -63,10 +64,14 @@ print(json.dumps({"file": torch.__file__, "versions": versions, "threads": torch
 """
 _BACKEND_CHILD = """
 import json, sys
+from halma.hal.errors import HalmaError
 from halma.hal.registry import default_registry
-backend = default_registry().select(sys.argv[1])
-print(json.dumps({"capabilities": backend.capabilities.as_json(), "properties": dict(backend.device.properties())},
-                 default=str))
+try:
+    backend = default_registry().select(sys.argv[1])
+    facts = {"capabilities": backend.capabilities.as_json(), "properties": dict(backend.device.properties())}
+except HalmaError as error:
+    facts = {"failed": "; ".join((error.what, *error.found))}
+print(json.dumps(facts, default=str))
 """
 
 
@@ -131,8 +136,8 @@ def machine_report() -> dict[str, Any]:
         "processor": guard(_processor),
         "cores": guard(lambda: f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"),
         "memory": guard(_memory),
-        "cgroup memory": guard(lambda: _cgroup("memory.max", "memory/memory.limit_in_bytes")),
-        "cgroup cpu": guard(lambda: _cgroup("cpu.max", "cpu/cpu.cfs_quota_us")),
+        "memory limit": guard(lambda: _limit(_cgroup("memory.max", "memory/memory.limit_in_bytes"))),
+        "cpu limit": guard(lambda: _limit(_cgroup("cpu.max", "cpu/cpu.cfs_quota_us"))),
     }
 
 
@@ -205,4 +210,14 @@ def _cgroup(unified: str, legacy: str) -> str:
     for path in (root / unified, root / legacy):
         if path.is_file():
             return path.read_text(encoding="utf-8").strip()
-    return "no limit found"
+    return "max"
+
+
+def _limit(text: str) -> str:
+    """A control group's answer; its ways of saying "no limit" are max, -1 and the largest number of pages."""
+    first, *period = text.split()
+    if first in ("max", "-1") or int(first) > 1 << 60:
+        return "none"
+    if period:
+        return f"{int(first) / int(period[0]):g} cores"
+    return f"{int(first) / 2**30:.1f} GiB" if int(first) > 1 << 24 else f"{int(first)} us a period"

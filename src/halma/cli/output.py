@@ -42,7 +42,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], *, title:
 
 def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> list[str]:
     """The lines of a table without colour or frame; a row is always one line."""
-    shown = [[" ".join(cell.split()) for cell in row] for row in ([headers] if any(headers) else []) + list(rows)]
+    shown = [[" ".join(cell.splitlines()) for cell in row] for row in ([headers] if any(headers) else []) + list(rows)]
     widths = [max(len(row[column]) for row in shown) for column in range(len(headers))] if shown else []
     lines = [] if title is None else [title]
     for row in shown:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,3 +347,21 @@ def test_the_gate_tries_nothing_while_a_graph_is_captured() -> None:
     finally:
         set_current_recorder(None)
     assert gate(dataclasses.replace(route, factory=lambda: good)) is None
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_gate_tries_in_a_dry_run_aside_of_the_recording() -> None:
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def aside() -> Generator[None]:
+        entered.append(1)
+        yield
+
+    gate = Gate(BACKEND, ops=table())
+    set_current_recorder(Any, aside=aside)  # type: ignore[arg-type]
+    try:
+        assert gate(RouteSpec("soften", "theirs", lambda: good, origin="acme")) is None
+    finally:
+        set_current_recorder(None)
+    assert entered

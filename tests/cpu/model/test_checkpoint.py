@@ -16,11 +16,9 @@ from halma.models.deepseek_v4.checkpoint import (
     load_case,
     load_checkpoint,
     load_source,
-    weight_sizes,
 )
-from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.names import from_transformers, to_transformers, transformers_place
-from halma.models.deepseek_v4.presets import tiny_directory, v4_flash, v4_pro
+from halma.models.deepseek_v4.presets import tiny_directory
 from halma.models.deepseek_v4.sources import DictSource, TransformersSource
 from halma.models.deepseek_v4.synthetic import (
     SyntheticSource,
@@ -29,8 +27,8 @@ from halma.models.deepseek_v4.synthetic import (
     synthetic_tensors,
     write_checkpoint,
 )
-from halma.models.deepseek_v4.weights import V4Weights
-from halma.ops.weight import Weight, dequantise
+from halma.ops.weight import dequantise
+from tests.cpu.model.loading import equal, matrices
 
 CASES = Path(__file__).parents[2] / "data" / "cases"
 
@@ -63,38 +61,8 @@ def by_hand(stem: str) -> torch.Tensor:
     return torch.from_numpy(np.where(sign == 1, -magnitude, magnitude) * spread)
 
 
-def matrices(weights: V4Weights) -> dict[str, Weight]:
-    """Every matrix of layer 1 (CSA, scored) and of the draft module, by a short name."""
-    layer, mtp = weights.layers[1], weights.mtp[0]
-    assert layer.attn.compressor is not None and layer.attn.indexer is not None
-    return {
-        "embed": weights.embed,
-        "head": weights.head,
-        "wq_a_wkv": layer.attn.wq_a_wkv,
-        "wq_b": layer.attn.wq_b,
-        "wo_a": layer.attn.wo_a,
-        "wo_b": layer.attn.wo_b,
-        "compressor": layer.attn.compressor.wkv_wgate,
-        "index_wq_b": layer.attn.indexer.wq_b,
-        "weights_proj": layer.attn.indexer.weights_proj,
-        "index_compressor": layer.attn.indexer.compressor.wkv_wgate,
-        "gate": layer.ffn.gate,
-        "gate_up": layer.ffn.gate_up,
-        "down": layer.ffn.down,
-        "shared_gate_up": layer.ffn.shared_gate_up,
-        "shared_down": layer.ffn.shared_down,
-        "e_proj": mtp.e_proj,
-        "h_proj": mtp.h_proj,
-    }
-
-
 ROUNDED = {"wq_a_wkv", "wq_b", "wo_b", "index_wq_b", "gate_up", "down", "shared_gate_up", "shared_down"}
 ROUNDED |= {"e_proj", "h_proj"}
-
-
-def equal(a: V4Weights, b: V4Weights) -> bool:
-    pairs = list(zip(a.tensors(), b.tensors(), strict=True))
-    return all(x == y and p.dtype == q.dtype and torch.equal(p, q) for (x, p), (y, q) in pairs)
 
 
 # -- the tiny checkpoint -----------------------------------------------------------------------------------
@@ -338,92 +306,3 @@ def test_transformers_takes_our_state_dict_whole():
     state = to_transformers(synthetic_tensors(config, plain=True))
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert wanted == {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-# -- tensor parallel ---------------------------------------------------------------------------------------
-
-
-def rows(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts, dim=-2)
-
-
-@pytest.mark.parametrize("dequantised", [True, False])
-@pytest.mark.parametrize("split_shared", [True, False])
-def test_ranks_hold_slices_that_make_up_the_whole(dequantised: bool, split_shared: bool):
-    # Intermediate width 320 / 2 = 160: blocks of 32 stay whole, blocks of 128 (shared expert) are cut.
-    config = small_config(vocab_size=200, moe_intermediate_size=320, o_lora_rank=128)
-    source = SyntheticSource(config)
-    whole = load_source(config, source).weights
-    parts = [
-        load_source(config, source, LoadOptions(dequantise=dequantised, rank=r, world=2, split_shared=split_shared))
-        for r in range(2)
-    ]
-
-    def plain(name: str) -> list[torch.Tensor]:
-        return [dequantise(matrices(part.weights)[name], torch.float32).data for part in parts]
-
-    for name, weight in matrices(whole).items():
-        a, b = plain(name)
-        if name in ("wq_b", "wo_a", "head"):
-            assert torch.equal(rows(a, b), weight.data), name
-        elif name in ("wo_b", "down") or (name == "shared_down" and split_shared):
-            assert torch.equal(torch.cat([a, b], dim=-1), weight.data), name
-        elif name == "gate_up" or (name == "shared_gate_up" and split_shared):
-            (gate_a, up_a), (gate_b, up_b) = a.chunk(2, dim=-2), b.chunk(2, dim=-2)
-            assert torch.equal(rows(gate_a, gate_b, up_a, up_b), weight.data), name
-        else:
-            assert torch.equal(a, weight.data) and torch.equal(b, weight.data), name
-    assert torch.equal(torch.cat([part.weights.layers[1].attn.sink for part in parts]), whole.layers[1].attn.sink)
-    formats = {name: weight.format for name, weight in matrices(parts[0].weights).items()}
-    assert formats["gate_up"] == formats["down"] == ("plain" if dequantised else "fp4_block32")
-    assert formats["wq_b"] == formats["wo_b"] == ("plain" if dequantised else "fp8_block128")
-    assert formats["shared_down"] == ("plain" if dequantised or split_shared else "fp8_block128")
-
-
-def test_a_rank_reads_only_its_part(tmp_path: Path):
-    config = small_config(vocab_size=200)
-    directory = write_checkpoint(tmp_path, config, synthetic_tensors(config))
-    read: dict[int, int] = {}
-    for world in (1, 2):
-        done: list[int] = []
-        options = LoadOptions(world=world, dequantise=False)
-        loaded = load_checkpoint(directory, options, progress=lambda d, t, n, done=done: done.append(d))
-        sizes = weight_sizes(config, options)
-        assert loaded.weights.nbytes == sizes.weights
-        assert done[-1] == sizes.read
-        read[world] = done[-1]
-    assert read[2] < 0.75 * read[1]
-
-
-# -- sizes -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [LoadOptions(), LoadOptions(dequantise=False), LoadOptions(torch.float64)])
-def test_planned_bytes_are_the_loaded_bytes(options: LoadOptions):
-    found = load_checkpoint(tiny_directory(), options)
-    assert weight_sizes(found.config, options).weights == found.weights.nbytes
-
-
-def test_published_sizes_come_out_of_the_configuration():
-    """159.61 GB for V4-Flash and 805.3 GiB for V4-Pro are the sizes of the published files."""
-    flash, pro = (weight_sizes(config, LoadOptions(dequantise=False)).read for config in (v4_flash(), v4_pro()))
-    assert round(flash / 1e9, 2) == 159.61 and round(pro / 2**30, 1) == 805.3
-
-
-# -- synthetic checkpoints ---------------------------------------------------------------------------------
-
-
-def test_synthetic_weights_are_in_official_formats_and_not_degenerate():
-    config: V4Config = small_config()
-    tensors = synthetic_tensors(config)
-    assert tensors["layers.0.attn.wq_b.weight"].dtype is torch.float8_e4m3fn
-    assert tensors["layers.0.ffn.experts.0.w1.weight"].dtype is torch.int8
-    assert tensors["layers.0.attn.attn_sink"].dtype is torch.float32
-    table = tensors["layers.0.ffn.gate.tid2eid"]
-    assert all(len(set(row)) == config.num_experts_per_tok for row in table.tolist()) and table.unique().numel() == 8
-    for name, tensor in plain_tensors(tensors).items():
-        assert torch.isfinite(tensor).all(), name
-        assert tensor.numel() == 1 or tensor.double().std() > 0.01, name
-    for stem, columns in (("layers.1.attn.wq_b", 128), ("layers.1.ffn.experts.2.w2", 64), ("head", 128)):
-        spread = float(plain_tensors(tensors)[f"{stem}.weight"].std()) * columns**0.5
-        assert 0.4 < spread < 2.5, stem

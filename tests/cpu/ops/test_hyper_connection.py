@@ -108,7 +108,7 @@ def test_rows_do_not_feel_one_another(count: int, width: int, dtype: torch.dtype
         mixing(count, width, dtype),
         mixing(count, width, dtype, head=True),
     )
-    rows_are_invariant(lambda s: run("hc_pre", s, *weights, EPS, EPS, 20), streams)
+    rows_are_invariant(lambda s: run("hc_pre", s, *weights, EPS, EPS, 4), streams)
     rows_are_invariant(lambda s: run("hc_head", s, *head, EPS, EPS), streams)
     _, post, comb = run("hc_pre", streams, *weights, EPS, EPS, 20)
     y = random(64, width, seed=9, dtype=dtype)

@@ -98,6 +98,7 @@ def test_rounding_is_the_nearest_number_of_the_block(dtype: torch.dtype, width: 
     quant.round_fp4_blocks(x, 32, out, Workspace())
     for row, ours in zip(x.double().tolist(), out.double().tolist(), strict=True):
         assert ours == rounded_by_search(row, 32, 6.0, 6.0 * 2.0**-126, E2M1)
+    assert torch.equal(out.signbit(), x.signbit())
 
 
 def test_fp64_is_not_rounded_twice() -> None:

@@ -1,0 +1,19 @@
+"""Fixtures of the model's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from halma.models.deepseek_v4 import loader
+
+
+@pytest.fixture
+def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test fails if a byte of tensor data is read."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("data was read although the checkpoint is bad")
+
+    monkeypatch.setattr(loader.Loader, "_read", refuse)
