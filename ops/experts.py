@@ -44,7 +44,8 @@ def swiglu(gate_up: torch.Tensor, limit: float, *, out: torch.Tensor, ws: Worksp
     scratch = ws.take(tuple(out.shape), acc)
     wide = widened(gate_up, ws)
     result = out if out.dtype is acc else ws.take(tuple(out.shape), acc)
-    swiglu_rows(*wide.chunk(2, 1), limit, result, scratch)
+    gate, up = wide.chunk(2, 1)
+    swiglu_rows(gate, up, limit, result, scratch)
     if result is not out:
         out.copy_(result)
 
@@ -99,7 +100,8 @@ def expert_ffn(
     scratch = ws.take((pairs, inner), acc)
     result = ws.take((pairs, width), acc)
     _chosen_products(entry, flat, gate_up, hidden, ws)
-    swiglu_rows(*hidden.chunk(2, 1), limit, active, scratch)
+    gate, up = hidden.chunk(2, 1)
+    swiglu_rows(gate, up, limit, active, scratch)
     active.mul_(weights.view(pairs, 1))
     if down.activation is not None:
         round_fp8_blocks(active, FP8_BLOCK, active, ws)

@@ -155,6 +155,7 @@ def force(
         chunk=chunk,
         batches=(requests,),
         graph=graph,
+        capture_prefill=True,
         checked=checked,
         arithmetic=arithmetic,
     )

@@ -15,6 +15,7 @@ from halma.hal.dispatch import Ops
 from halma.hal.errors import RequestError
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.ladder import GraphLadder
+from halma.hal.registry import default_registry
 from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.program import StepInputs, Tap, V4Model, decode_step, prefill_step
@@ -34,6 +35,8 @@ class RunnerOptions:
         chunk: most prompt tokens in one step.
         batches: numbers of requests that decode is captured for; the maximum is always among them.
         graph: capture and replay; off means that every step runs eagerly.
+        capture_prefill: capture prefill chunks too. Worth it where prompts keep coming; a graph that is
+            replayed once costs more than it saves.
         checked: poison freed memory, and padding before every step.
         arithmetic: ``exact`` or ``shipping``, as the weights were loaded.
         index_format: ``index_fp4`` or ``index_fp8`` keys in shipping arithmetic.
@@ -46,6 +49,7 @@ class RunnerOptions:
     chunk: int = 64
     batches: tuple[int, ...] = (1,)
     graph: bool = True
+    capture_prefill: bool = False
     checked: bool = False
     arithmetic: str = "exact"
     index_format: str = "index_fp4"
@@ -109,6 +113,7 @@ class V4Runner:
         state = build_state(config, self.plan, formats, dtype=carrier, device=device, ring=ring)
         self.workspace = Workspace(device, checked=options.checked)
         assert FAMILIES  # every op that a step calls is in the table
+        default_registry().load_routes()
         ops = Ops(
             self.workspace,
             backend=backend.name,
@@ -167,23 +172,29 @@ class V4Runner:
                 self.backend.graphs.dry_run(self._program(descriptor, watched=False), self.workspace)
             self.workspace.seal()
             if self.ladder.unavailable() is None:
-                self.ladder.capture_all(wanted, self._program, progress)
+                captured = [d for d in wanted if d.role != "prefill" or self.options.capture_prefill]
+                self.ladder.capture_all(captured, self._program, progress)
 
     def _representatives(self, descriptors: Iterable[Descriptor]) -> list[Descriptor]:
-        """Largest and smallest of every kind of step: programs of one kind take memory in the same places."""
+        """The largest of every kind of step: programs of one kind take memory in the same places.
+
+        A single row is a kind of its own, since ops may do without the scratch that several rows need.
+        """
         kinds: dict[tuple[object, ...], list[Descriptor]] = {}
         for d in descriptors:
             indexed = any(
                 k.indexed and d.context_capacity // k.ratio > self.config.index_topk for k in self.config.layers
             )
-            kinds.setdefault((d.role, d.variant, indexed), []).append(d)
-        chosen: list[Descriptor] = []
-        for group in kinds.values():
-            batch, length = max(d.num_requests for d in group), max(d.query_len for d in group)
-            capacity = max(d.context_capacity for d in group)
-            chosen.append(replace(group[0], num_requests=batch, query_len=length, context_capacity=capacity))
-            chosen.append(min(group, key=lambda d: (d.num_tokens, d.context_capacity)))
-        return list(dict.fromkeys(chosen))
+            kinds.setdefault((d.role, d.variant, indexed, d.num_tokens == 1), []).append(d)
+        return [
+            replace(
+                group[0],
+                num_requests=max(d.num_requests for d in group),
+                query_len=max(d.query_len for d in group),
+                context_capacity=max(d.context_capacity for d in group),
+            )
+            for group in kinds.values()
+        ]
 
     def _program(self, descriptor: Descriptor, *, watched: bool = True) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         inputs = self.step_inputs(descriptor)

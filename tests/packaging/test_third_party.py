@@ -1,7 +1,7 @@
 """A stranger's package in a scratch environment: found, selected, its route admitted; and every way it can be wrong.
 
-The package is ``third_party/``. A wrong variant is that package with one line changed, installed into a folder of
-its own that one child process has on its path.
+The package is ``third_party/``. A wrong variant is the installed package with one line changed, in a folder of its
+own that one child process has on its path.
 """
 
 from __future__ import annotations
@@ -20,22 +20,38 @@ from tests.packaging.environments import Environment, checked
 
 SOURCE = Path(__file__).parent / "third_party"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Variant = Callable[..., Path]
 
 
-def variant(tmp_path: Path, old: str = "", new: str = "", *, name: str = "halma-echo") -> Path:
-    """Install the package, with one change, into a folder for a child's path."""
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as pip lays it out, in a folder to copy from."""
+    source = tmp_path_factory.mktemp("source") / "halma-echo"
+    target = tmp_path_factory.mktemp("installed")
     shutil.copytree(SOURCE, source)
-    if old:
-        module = source / "halma_echo.py"
-        text = module.read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-        module.write_text(text.replace(old, new), encoding="utf-8")
-    project = source / "pyproject.toml"
-    project.write_text(project.read_text(encoding="utf-8").replace('"halma-echo"', f'"{name}"'), encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
-    checked([*pip, "--no-build-isolation", "--target", tmp_path / "site", source])
-    return tmp_path / "site"
+    checked([*pip, "--no-build-isolation", "--no-compile", "--target", target, source])
+    return target
+
+
+@pytest.fixture
+def variant(installed: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The installed package with one change in its module, or another name of the distribution: a child's path."""
+
+    def make(old: str = "", new: str = "", *, name: str = "halma-echo") -> Path:
+        site = Path(shutil.copytree(installed, tmp_path / "site"))
+        module = site / "halma_echo.py"
+        text = module.read_text(encoding="utf-8")
+        assert not old or text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
+        module.write_text(text.replace(old, new) if old else text, encoding="utf-8")
+        (metadata,) = site.glob("*.dist-info/METADATA")
+        said = metadata.read_text(encoding="utf-8")
+        assert said.count("Name: halma-echo\n") == 1
+        metadata.write_text(said.replace("Name: halma-echo\n", f"Name: {name}\n"), encoding="utf-8")
+        metadata.parent.rename(site / f"{name.replace('-', '_')}-0.3.0.dist-info")
+        return site
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +76,7 @@ from halma.hal.registry import default_registry
 from halma.hal.dispatch import Ops
 from halma.hal.testing.admission import Gate
 from halma.hal.workspace import Workspace
-import halma.ops.families
+import halma.ops.examples, halma.ops.families
 
 backend = halma.backend({name!r})
 default_registry().load_routes()
@@ -158,9 +174,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("old", "new", "reason"), WRONG)
 def test_each_wrong_way_is_that_backends_reason_and_hides_no_other(
-    scratch: Environment, halma: Run, tmp_path: Path, old: str, new: str, reason: str
+    scratch: Environment, halma: Run, variant: Variant, old: str, new: str, reason: str
 ) -> None:
-    site = variant(tmp_path, old, new)
+    site = variant(old, new)
     found = statuses(scratch, site)
     assert found["cpu"][0], found["cpu"]
     assert not found["echo"][0]
@@ -175,9 +191,9 @@ def test_each_wrong_way_is_that_backends_reason_and_hides_no_other(
 
 
 def test_two_distributions_with_one_name_are_refused_naming_both(
-    stranger: Environment, halma: Run, tmp_path: Path
+    stranger: Environment, halma: Run, variant: Variant
 ) -> None:
-    site = variant(tmp_path, name="halma-mockingbird")
+    site = variant(name="halma-mockingbird")
     done = halma("generate", "--prompt", "x", "--backend", "echo", path=[site])
     assert done.returncode == 2
     assert 'backend "echo" is refused' in done.stderr
@@ -186,14 +202,14 @@ def test_two_distributions_with_one_name_are_refused_naming_both(
 
 
 @pytest.mark.parametrize("wanted", ["halma-echo", "halma-mockingbird"])
-def test_the_allow_list_settles_who_is_meant(stranger: Environment, halma: Run, tmp_path: Path, wanted: str) -> None:
-    site = variant(tmp_path, name="halma-mockingbird")
+def test_the_allow_list_settles_who_is_meant(stranger: Environment, halma: Run, variant: Variant, wanted: str) -> None:
+    site = variant(name="halma-mockingbird")
     done = halma("backends", path=[site], env={"HALMA_PLUGINS": wanted, "HALMA_BACKEND": "echo"})
     assert done.returncode == 0, done.stderr
 
 
-def test_a_factory_that_fails_is_reported_when_it_is_selected(halma: Run, tmp_path: Path) -> None:
-    site = variant(tmp_path, '    """The factory."""', '    raise OSError("the device fell off the bus")')
+def test_a_factory_that_fails_is_reported_when_it_is_selected(halma: Run, variant: Variant) -> None:
+    site = variant('    """The factory."""', '    raise OSError("the device fell off the bus")')
     done = halma("generate", "--prompt", "x", "--backend", "echo", path=[site])
     assert done.returncode == 2
     assert 'backend "echo" could not be started' in done.stderr

@@ -226,15 +226,15 @@ def _into(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.add(x, x, out=out)
 
 
-def test_a_destination_that_would_be_resized_is_refused_in_the_dry_run(backend):
+def test_a_destination_that_would_be_resized_is_refused_in_a_checked_dry_run(backend):
     x, small = torch.ones(4), torch.ones(8)[:2]
     with pytest.raises(CaptureError, match="would resize its destination"):
-        backend.graphs.dry_run(partial(_into, small, x), Workspace())
-    backend.graphs.dry_run(partial(_into, torch.ones(4), x), Workspace())
+        backend.graphs.dry_run(partial(_into, small, x), Workspace(checked=True))
+    backend.graphs.dry_run(partial(_into, torch.ones(4), x), Workspace(checked=True))
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_and_at_the_first_replay_if_nobody_made_a_dry_run(backend):
+def test_and_else_at_the_first_replay(backend):
     x, small = torch.ones(4), torch.ones(8)[:2]
     workspace = Workspace()
     workspace.seal()

@@ -46,7 +46,8 @@ def test_json_is_a_contract():
     assert found["schema"] == "halma.generate/1" and found["backend"] == "cpu" and found["evidence"] == "cpu"
     assert found["text"].startswith("'s Senate and House of Representatives") and len(found["token_ids"]) == 12
     assert found["tokens_per_second"] > 0 and found["arithmetic"] == "exact" and found["finish"] == "length"
-    assert found["graphs"]["captured"] > 0 and found["graphs"]["eager_steps"] == 0
+    assert found["graphs"]["captured"] > 0 and found["graphs"]["replayed_steps"] == 11
+    assert all("prefill" in why for why in found["graphs"]["why_eager"])
 
 
 def test_text_streams_and_ends_with_the_table():

@@ -136,7 +136,7 @@ def test_replay_is_bit_identical_to_eager_over_a_whole_generation(arithmetic):
     logits: dict[bool, list[torch.Tensor]] = {}
     tokens: dict[bool, list[list[int]]] = {}
     for graph in (True, False):
-        runner = small_runner(arithmetic, max_requests=3, graph=graph, checked=True, fresh=True)
+        runner = small_runner(arithmetic, max_requests=3, graph=graph, capture_prefill=True, checked=True, fresh=True)
         seen = logits[graph] = []
         plain = runner.step
 

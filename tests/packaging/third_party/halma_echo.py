@@ -51,13 +51,8 @@ def rms_norm_route() -> Callable[..., None]:
         acc = torch.float64 if x.dtype == torch.float64 else torch.float32
         wide = ws.take(x.shape, acc)
         wide.copy_(x)
-        # Rows are summed one element after the other, so that a row's bits depend on nothing beside it.
-        total = ws.take((*x.shape[:-1], 1), acc).zero_()
-        square = ws.take((*x.shape[:-1], 1), acc)
-        for column in wide.split(1, dim=-1):
-            torch.mul(column, column, out=square)
-            total.add_(square)
-        wide.mul_(total.div_(x.shape[-1]).add_(eps).rsqrt_())
+        length = torch.linalg.vector_norm(wide, 2, -1, keepdim=True, out=ws.take((*x.shape[:-1], 1), acc))
+        wide.mul_(length.mul_(length).div_(x.shape[-1]).add_(eps).rsqrt_())
         if weight is not None:
             wide.mul_(weight)
         out.copy_(wide)
