@@ -124,12 +124,14 @@ class GraphNode:
     """One node of a captured segment, with every host value that was baked into it.
 
     ``parameters`` hold what must not change between two captures of the same program: scalars, shapes,
-    strides, storage offsets. ``where`` is the line of the program that made it.
+    strides, storage offsets. ``where`` is the line of the program that made it; ``raw`` that it was the
+    program's own arithmetic, made outside every op (W5).
     """
 
     name: str
     parameters: tuple[Any, ...]
     where: str = ""
+    raw: bool = False
 
 
 @dataclass(frozen=True)

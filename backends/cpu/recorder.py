@@ -236,6 +236,7 @@ class Recorder(DispatchMode):
 
     def _add(self, node: Node) -> None:
         self._free_dead(poison=True)
+        node.raw = self.workspace.in_op == 0
         self._nodes.append(node)
 
     def _stamp(self) -> Any:

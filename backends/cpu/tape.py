@@ -34,6 +34,7 @@ class Node:
         func, args, kwargs: the call; None and the declared tensors for an opaque node.
         call: runs it.
         allocations: results that each run allocates, because the op has no out-variant.
+        raw: recorded outside every op.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Node:
     reads: Sequence[torch.Tensor] = ()
     writes: Sequence[torch.Tensor] = ()
     allocations: int = 0
+    raw: bool = False
 
     def accesses(self, position: int) -> Iterator[Access]:
         """The tensors it reads and writes."""
@@ -81,7 +83,7 @@ class Node:
         ]
         parameters += [("reads", place(tensor)) for tensor in self.reads]
         parameters += [("writes", place(tensor)) for tensor in self.writes]
-        return GraphNode(self.name, tuple(parameters), self.where)
+        return GraphNode(self.name, tuple(parameters), self.where, self.raw)
 
 
 @dataclass(frozen=True)

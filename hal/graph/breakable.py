@@ -149,6 +149,10 @@ class BreakableGraph:
         """Nodes of all segments in order, with their baked parameters."""
         return [node for segment in self.segments for node in self.backend.graphs.nodes(segment.template)]
 
+    def raw_arithmetic(self) -> list[GraphNode]:
+        """Nodes that the program made itself instead of calling an op (W5): they have no contract and no routes."""
+        return [node for node in self.nodes() if node.raw]
+
     def counts(self) -> GraphCounts:
         """Work of one replay, summed over the segments."""
         parts = [self.backend.graphs.counts(segment.template) for segment in self.segments]

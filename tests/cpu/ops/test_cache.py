@@ -46,7 +46,7 @@ def rounded(rows: torch.Tensor, format: str, tail: int) -> torch.Tensor:
 wild = st.one_of(
     st.floats(-1e4, 1e4, width=32),
     st.floats(-(2.0**-10), 2.0**-10, width=32),
-    st.sampled_from([0.0, -0.0, 448.0, -448.0, 224.5, 6.0, 1.0625, 0.25, -0.75, 1e-30, 3e30, -2.0**-9]),
+    st.sampled_from([0.0, -0.0, 448.0, -448.0, 224.5, 6.0, 1.0625, 0.25, -0.75, 1e-30, 3e30, -(2.0**-9)]),
 )
 
 

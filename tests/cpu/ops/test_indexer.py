@@ -11,7 +11,7 @@ from safetensors import safe_open
 from halma.hal.errors import DispatchError
 from halma.ops.row_store import RowStore
 from tests.cpu.ops.checks import check_contract, poisoned, rows_are_invariant, run, same_bits
-from tests.cpu.ops.stores import SLOTS, normal, poisoned_store, shuffled_table
+from tests.cpu.ops.stores import SLOTS, again, normal, poisoned_store, shuffled_table
 
 CASE = Path(__file__).parents[2] / "data" / "cases" / "tiny_v4_quant.safetensors"
 RATIO, HEADS, WIDTH = 4, 3, 32
@@ -53,7 +53,7 @@ def test_fp8_keys_have_one_scale_a_row_and_plain_ones_stay(dtype: torch.dtype) -
 def test_rounded_rows_keep_their_bits_among_others() -> None:
     x = normal(64, 2, 64)
     for format in ("index_fp4", "index_fp8", "plain"):
-        rows_are_invariant(lambda rows, format=format: run("round_index", rows, format), x)
+        rows_are_invariant(lambda rows, format=format: again("round_index", rows, format), x)
         check_contract("round_index", lambda format=format: (x[:3].clone(), format))
 
 
@@ -134,7 +134,7 @@ def test_scores_do_not_depend_on_capacity_or_neighbours(heads: int) -> None:
     q, weights = normal(64, heads, WIDTH, seed=5), normal(64, heads, seed=6)
 
     def call(q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return run("index_scores", q, weights, 0.25, store, positions, slots, table, RATIO, 60)
+        return again("index_scores", q, weights, 0.25, store, positions, slots, table, RATIO, 60)
 
     rows_are_invariant(call, q, weights, positions, slots)
     whole = call(q, weights, positions, slots)
@@ -151,7 +151,7 @@ def test_scores_contract() -> None:
         slots = torch.arange(rows) % SLOTS + 1
         return normal(rows, HEADS, WIDTH), normal(rows, HEADS), 0.5, store, slots + 200, slots, table, RATIO, 60
 
-    assert check_contract("index_scores", lambda: make(1)) <= 12
+    assert check_contract("index_scores", lambda: make(1)) <= 14
     check_contract("index_scores", lambda: make(19))
 
 
@@ -197,7 +197,7 @@ def test_ties_go_to_the_lower_block(blocks: int, k: int, dtype: torch.dtype) -> 
 def test_choice_does_not_depend_on_capacity_or_neighbours() -> None:
     scores = normal(64, 50)
     scores.masked_fill_(torch.arange(50) >= torch.arange(64).unsqueeze(1), HIDDEN)
-    rows_are_invariant(lambda rows: run("top_blocks", rows, 12), scores)
+    rows_are_invariant(lambda rows: again("top_blocks", rows, 12), scores)
     more = torch.cat((scores, torch.full((64, 77), HIDDEN)), 1)
     assert torch.equal(run("top_blocks", more, 12), run("top_blocks", scores, 12))
     for k in (12, 60):

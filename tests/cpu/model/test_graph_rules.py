@@ -1,0 +1,179 @@
+"""The rules of capture, held by the real decode program and not only by toys."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import halma
+from halma.hal.graph.baked import baked_values
+from halma.hal.graph.breakable import BreakableGraph
+from halma.hal.graph.scope import GraphCaptureScope
+from halma.models.deepseek_v4.program import decode_step
+from halma.models.deepseek_v4.runner import V4Runner
+from tests.cpu.model.small import small_runner
+
+
+def captured(runner: V4Runner, program=None) -> BreakableGraph:
+    """One more capture of a decode step, or of ``program(model, inputs, descriptor)``."""
+    descriptor = runner.decode_descriptor(1, 100, "greedy")
+    graph = BreakableGraph(runner.backend)
+    with torch.no_grad():
+        runner.workspace.start()
+        with GraphCaptureScope(graph, runner.workspace):
+            graph.set_outputs((program or decode_step)(runner.model, runner.step_inputs(descriptor), descriptor))
+    return graph
+
+
+@pytest.mark.invariant("G10")
+@pytest.mark.parametrize("arithmetic", ["exact", "shipping"])
+def test_a_captured_step_allocates_nothing(arithmetic):
+    graph = captured(small_runner(arithmetic))
+    assert graph.counts().allocations == 0 and graph.counts().fallback_bytes == 0
+    assert graph.counts().kernels > 300
+
+
+@pytest.mark.invariant("G10", control=True)
+def test_a_functional_op_in_the_step_is_counted():
+    def program(model, inputs, descriptor):
+        chosen, logits = decode_step(model, inputs, descriptor)
+        return chosen, logits + 1.0
+
+    runner = small_runner("exact", fresh=True, max_context=257)  # its plan must hold the program's own sum
+    runner = V4Runner(runner.config, runner.model.weights, runner.backend, runner.options)
+    descriptor = runner.decode_descriptor(1, 100, "greedy")
+    with torch.no_grad():
+        runner.backend.graphs.dry_run(
+            lambda: program(runner.model, runner.step_inputs(descriptor), descriptor), runner.workspace
+        )
+    runner.workspace.seal()
+    assert captured(runner, program).counts().fallback_bytes >= 199 * 4
+
+
+@pytest.mark.invariant("W5", control=True)
+def test_the_decode_program_is_made_of_ops_alone():
+    assert captured(small_runner("exact")).raw_arithmetic() == []
+
+
+@pytest.mark.invariant("W5")
+def test_raw_arithmetic_is_reported_with_its_line():
+    def program(model, inputs, descriptor):
+        chosen, logits = decode_step(model, inputs, descriptor)
+        logits.mul_(0.5)
+        return chosen, logits
+
+    raw = captured(small_runner("exact"), program).raw_arithmetic()
+    assert [node.name for node in raw] == ["aten.mul_.Tensor"] and "test_graph_rules.py" in raw[0].where
+
+
+@pytest.mark.invariant("G11", control=True)
+def test_nothing_of_a_step_is_baked_in():
+    runner = small_runner("exact")
+    first = captured(runner).nodes()
+    state, inputs = runner.model.state, runner.inputs
+    state.lengths.fill_(77)
+    state.last_token.fill_(5)
+    inputs.slot.fill_(1)
+    inputs.count.fill_(1)
+    second = captured(runner).nodes()
+    state.lengths.zero_()
+    runner.clear_inputs()
+    assert len(first) == len(second) > 300 and baked_values(first, second) == []
+
+
+@pytest.mark.invariant("G11")
+def test_a_host_value_in_the_program_is_found():
+    length = 10
+
+    def program(model, inputs, descriptor):
+        narrowed = replace(model, config=replace(model.config, sliding_window=length))
+        return decode_step(narrowed, inputs, descriptor)
+
+    runner = small_runner("exact")
+    first = captured(runner, program).nodes()
+    length = 11
+    found = baked_values(first, captured(runner, program).nodes())
+    assert found and any(str(value.first) != str(value.second) for value in found)
+
+
+COUNT_A_STEP = """
+import json, sys, torch
+import halma
+from halma.hal.settings import settings
+from tests.cpu.model import small
+from halma.models.deepseek_v4.engine import Engine, Request
+from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
+
+backend = halma.backend("cpu")
+if sys.argv[1] == "incapable":
+    from halma.backends.cpu.backend import CpuBackend
+    backend = CpuBackend(graph_capture=False)
+options = RunnerOptions(max_context=256, chunk=16, graph=settings().graph)
+runner = V4Runner(*small.small_model("exact"), backend, options)
+runner.prepare()
+engine = Engine(runner)
+generation = engine.submit(Request((5, 9, 2), 6))
+engine.step()
+steps = []
+while engine.busy:
+    with backend.graphs.counting() as counts:
+        engine.step()
+    found = counts()
+    steps.append([found.kernels, found.copies, found.allocations])
+print(json.dumps({"steps": steps, "tokens": generation.tokens, "replayed": engine.counters.replayed}))
+"""
+
+
+def count(kind: str, switch: str) -> dict:
+    import os
+
+    run = subprocess.run(
+        [sys.executable, "-c", COUNT_A_STEP, kind],
+        capture_output=True,
+        env={**os.environ, "HALMA_GRAPH": switch, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=True,
+        timeout=120,
+    )
+    return json.loads(run.stdout)
+
+
+@pytest.mark.invariant("G4")
+def test_switched_off_does_the_work_of_a_backend_that_cannot():
+    off, cannot = count("capable", "0"), count("incapable", "1")
+    assert off["steps"] == cannot["steps"] and off["tokens"] == cannot["tokens"]
+    assert off["replayed"] == cannot["replayed"] == 0 and off["steps"][0][0] > 300
+
+
+@pytest.mark.invariant("G4", control=True)
+def test_switched_on_it_replays():
+    on = count("capable", "1")
+    assert on["replayed"] == 5 and on["tokens"] == count("incapable", "1")["tokens"]
+
+
+@pytest.mark.invariant("W1")
+def test_a_step_that_was_not_planned_is_refused_by_name():
+    from halma.hal.errors import WorkspaceError
+
+    runner = small_runner("exact", graph=False, fresh=True, max_requests=2)
+    descriptor = replace(runner.decode_descriptor(2, 100, "greedy"), num_requests=2, query_len=9)
+    big = replace(runner.step_inputs(descriptor), tokens=torch.zeros(2, 9, dtype=torch.int64))
+    with torch.no_grad(), pytest.raises(WorkspaceError, match="sealed workspace cannot grow"):
+        runner.workspace.start()
+        from halma.models.deepseek_v4.program import prefill_step
+
+        prefill_step(runner.model, big, descriptor)
+    runner.workspace.reset()
+
+
+@pytest.mark.invariant("W1", control=True)
+def test_a_planned_step_runs():
+    runner = small_runner("exact", graph=False)
+    runner.clear_inputs()
+    chosen, logits = runner.step(runner.decode_descriptor(1, 100, "greedy"))
+    assert chosen.shape == (1,) and logits.shape == (1, runner.config.vocab_size)
+    assert halma.backend("cpu").graphs.unsupported() is None
