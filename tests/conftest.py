@@ -21,19 +21,31 @@ def pytest_configure(config: pytest.Config) -> None:
     if HAS_TORCH:
         import torch
 
-        # Two cores in CI. Workers of pytest-xdist share them.
-        torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+        # One thread: the tests' tensors are tiny, workers of pytest-xdist share the cores, and two OpenMP
+        # threads that spin for each other on a busy machine made the engine's tests twenty times slower.
+        torch.set_num_threads(1)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without torch only files that say ``torchfree`` are imported; how many were not is in the header's summary."""
+    """Without torch only files that say ``torchfree`` are imported, and folders with such files, since a conftest
+    may need it too; how many files were passed over is said after collection."""
     global _not_collected
-    if HAS_TORCH or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+    if HAS_TORCH:
         return None
-    if "pytest.mark.torchfree" in collection_path.read_text(encoding="utf-8"):
+    if collection_path.is_dir():
+        tests = list(collection_path.rglob("test_*.py"))
+        if any(_says_torchfree(path) for path in tests):
+            return None
+        _not_collected += len(tests)
+        return True
+    if not collection_path.match("test_*.py") or _says_torchfree(collection_path):
         return None
     _not_collected += 1
     return True
+
+
+def _says_torchfree(path: Path) -> bool:
+    return "pytest.mark.torchfree" in path.read_text(encoding="utf-8")
 
 
 def pytest_report_collectionfinish() -> str | None:

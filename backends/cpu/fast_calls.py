@@ -31,7 +31,7 @@ _chosen: dict[Any, Binder] = {}
 
 def bind(func: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """A callable without arguments that runs ``func(*args, **kwargs)``."""
-    key = (func, tuple(_form(value) for value in args), tuple((name, _form(v)) for name, v in kwargs.items()))
+    key = (id(func), *[_form(value) for value in args], *kwargs, *[_form(value) for value in kwargs.values()])
     binder = _chosen.get(key)
     if binder is None:
         binder = _chosen[key] = _choose(func, args, kwargs)
@@ -41,7 +41,7 @@ def bind(func: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
 def _form(value: Any) -> Any:
     """What the choice of an overload can depend on: the type, and whether a tensor could pass for a number."""
     if isinstance(value, torch.Tensor):
-        return ("tensor", value.dim() == 0)
+        return value.dim() == 0
     if isinstance(value, (list, tuple)):
         return tuple(_form(item) for item in value)
     return type(value)

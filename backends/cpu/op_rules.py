@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,23 +48,27 @@ class Rule:
     """What the recorder needs to know about an overload.
 
     Attributes:
+        func: the overload.
         kind: see :class:`Kind`.
         why: for REFUSED: what it does, as a clause.
         returns: for each return the name of the argument that it is, or None for a fresh one.
         written: names of the arguments that it writes.
         outs: names of those that are ``out=`` destinations.
         names: argument names by position.
+        label: ``aten.add.out``.
         out_variant: the overload that writes the results where it is told, or None.
         indexed: a bool or uint8 index means a mask, whose size only the data knows.
         factory: takes no tensor, so the device decides where its result is.
     """
 
+    func: Overload
     kind: Kind
     why: str = ""
     returns: tuple[str | None, ...] = ()
     written: frozenset[str] = frozenset()
     outs: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    label: str = ""
     out_variant: Overload | None = None
     indexed: bool = False
     factory: bool = False
@@ -76,27 +79,26 @@ class Rule:
         yield from kwargs.items()
 
 
-_rules: dict[Overload, Rule] = {}
+_rules: dict[int, Rule] = {}
+"""By identity, which costs a tenth of an overload's own hash; the rule keeps the overload alive."""
 
 
 def rule_of(func: Overload) -> Rule:
     """The rule of an overload, made once."""
-    rule = _rules.get(func)
+    rule = _rules.get(id(func))
     if rule is None:
-        rule = _rules[func] = _make(func)
+        rule = _rules[id(func)] = _make(func)
     return rule
 
 
-@functools.cache
 def base_name(func: Overload) -> str:
     """``add`` of ``aten.add.out``."""
     return func._schema.name.rpartition("::")[2]
 
 
-@functools.cache
 def describe(func: Overload) -> str:
     """``aten.add.out``, for errors and nodes."""
-    return f"{func.namespace}.{base_name(func)}.{func._overloadname}"
+    return rule_of(func).label
 
 
 def _make(func: Overload) -> Rule:
@@ -108,12 +110,14 @@ def _make(func: Overload) -> Rule:
         mine = result.alias_info.before_set if result.alias_info is not None else set()
         returns.append(next((name for name, theirs in aliases if mine & theirs), None))
     return Rule(
+        func,
         kind,
         why,
         tuple(returns),
         frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         tuple(a.name for a in schema.arguments if a.is_out),
         tuple(a.name for a in schema.arguments),
+        f"{func.namespace}.{base_name(func)}.{func._overloadname}",
         find_out_variant(func) if kind is Kind.FRESH else None,
         func.namespace == "aten" and base_name(func) in _INDEXED,
         not any("Tensor" in str(a.type) for a in schema.arguments),

@@ -16,7 +16,7 @@ from halma.backends.cpu.fast_calls import bind
 from halma.backends.cpu.host_guard import HostGuard
 from halma.backends.cpu.lines import program_line
 from halma.backends.cpu.modes import DispatchMode, entered
-from halma.backends.cpu.op_rules import Kind, Overload, Rule, describe, masks_in, rule_of, tensors_in
+from halma.backends.cpu.op_rules import Kind, Overload, Rule, masks_in, rule_of, tensors_in
 from halma.backends.cpu.races import find_race
 from halma.backends.cpu.results import FallbackUse, Placed, infer, pool_of
 from halma.backends.cpu.streams import CaptureClock, CpuStream
@@ -51,7 +51,6 @@ class Recorder(DispatchMode):
         self._nodes: list[Node] = []
         self._fallbacks: list[FallbackUse] = []
         self._handlers: dict[Kind, Callable[[Overload, Rule, Sequence[Any], Mapping[str, Any]], Any]] = {
-            Kind.NOW: lambda func, rule, args, kwargs: func(*args, **kwargs),
             Kind.COMPOSITE: self._decompose,
             Kind.REFUSED: self._refuse,
             Kind.CONSTANT: self._constant,
@@ -66,8 +65,10 @@ class Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
+            rule = rule_of(func)
+            if rule.kind is Kind.NOW:  # every other call of a program is a view
+                return func(*args, **(kwargs or {}))
             with torch._C.DisableTorchFunction():
-                rule = rule_of(func)
                 self._check(func, rule, args, kwargs or {})
                 return self._handlers[rule.kind](func, rule, args, kwargs or {})
         except BaseException as error:
@@ -75,29 +76,30 @@ class Recorder(DispatchMode):
             raise
 
     def _check(self, func: Overload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        given = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
-        for tensor in given:
-            if tensor.device.type != "cpu":
-                raise CaptureError(
-                    f"{describe(func)} was given a tensor on {tensor.device} inside a capture of the cpu backend",
-                    found=f"at {program_line()}",
-                    do="keep everything that a program touches on its backend's device",
-                )
-        if rule.kind is not Kind.NOW and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-            raise CaptureError(
-                f"{describe(func)} would record gradients inside a capture",
-                found=(f"an argument requires grad, at {program_line()}"),
-                do="capture and replay under torch.no_grad()",
-            )
+        gradients = torch.is_grad_enabled()
+        for value in (*args, *kwargs.values()):
+            for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
+                if not tensor.is_cpu:
+                    raise CaptureError(
+                        f"{rule.label} was given a tensor on {tensor.device} inside a capture of the cpu backend",
+                        found=f"at {program_line()}",
+                        do="keep everything that a program touches on its backend's device",
+                    )
+                if gradients and tensor.requires_grad:
+                    raise CaptureError(
+                        f"{rule.label} would record gradients inside a capture",
+                        found=f"an argument requires grad, at {program_line()}",
+                        do="capture and replay under torch.no_grad()",
+                    )
         if rule.indexed and masks_in(args):
             self.guard.refuse(
-                f"indexing with a mask ({describe(func)}) has a size that only device values know", _USE_WHERE
+                f"indexing with a mask ({rule_of(func).label}) has a size that only device values know", _USE_WHERE
             )
 
     def _refuse(self, func: Overload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         called = f" (in {self.guard.calling})" if self.guard.calling else ""
         self.guard.refuse(
-            f"{describe(func)}{called} {rule.why}",
+            f"{rule_of(func).label}{called} {rule.why}",
             "keep the value on the device, or do this before the capture or after the replay",
         )
 
@@ -149,7 +151,7 @@ class Recorder(DispatchMode):
         for name, result in zip(rule.returns, found, strict=False):
             destination = given.get(name or "")
             if isinstance(destination, torch.Tensor) and destination.shape != result.shape:
-                raise resized(describe(func), destination.shape, result.shape, program_line())
+                raise resized(rule_of(func).label, destination.shape, result.shape, program_line())
 
     def _fresh(self, func: Overload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
@@ -197,7 +199,7 @@ class Recorder(DispatchMode):
         call = partial(_run_and_copy, partial(func, *args, **kwargs), targets, fresh)
         self._add(
             Node(
-                describe(func), call, Work.KERNEL, program_line(), self._stamp(), func, args, kwargs,
+                rule_of(func).label, call, Work.KERNEL, program_line(), self._stamp(), func, args, kwargs,
                 writes=tuple(targets), allocations=len(targets),
             )
         )  # fmt: skip
@@ -232,7 +234,7 @@ class Recorder(DispatchMode):
 
     def _call(self, func: Overload, args: Sequence[Any], kwargs: Mapping[str, Any], work: Work = Work.KERNEL) -> None:
         call = bind(func, args, kwargs)
-        self._add(Node(describe(func), call, work, program_line(), self._stamp(), func, args, kwargs))
+        self._add(Node(rule_of(func).label, call, work, program_line(), self._stamp(), func, args, kwargs))
 
     def _add(self, node: Node) -> None:
         self._free_dead(poison=True)
@@ -245,7 +247,7 @@ class Recorder(DispatchMode):
     def _place(self, func: Overload, meta: torch.Tensor, *, out_variant: bool) -> Placed:
         self._free_dead(poison=True)
         placed = self._pool.place(meta)
-        self._fallbacks.append(FallbackUse(describe(func), placed.nbytes, program_line(), out_variant))
+        self._fallbacks.append(FallbackUse(rule_of(func).label, placed.nbytes, program_line(), out_variant))
         return placed
 
     def _on_tape(self, values: Any) -> Any:

@@ -44,8 +44,8 @@ def small_runner(arithmetic: str, *, fresh: bool = False, **options: Any) -> V4R
 
 @functools.cache
 def alone(arithmetic: str, request: Request, *, max_context: int = 256) -> list[int]:
-    """What ``request`` gets from an engine that serves nobody else, eagerly."""
-    runner = small_runner(arithmetic, graph=False, max_context=max_context)
+    """What ``request`` gets from an engine that serves nobody else."""
+    runner = small_runner(arithmetic, max_context=max_context)
     return Engine(runner).run([request])[0].tokens
 
 
