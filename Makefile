@@ -64,7 +64,7 @@ test: lint
 
 lint: $(DEV)
 	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m ci.render --check
 

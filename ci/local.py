@@ -25,6 +25,9 @@ def command(row: Row, reports: Path, extra: Sequence[str] = ()) -> list[str]:
     if row.session:
         return [sys.executable, "-m", "nox", "--session", row.session, "--", "--reports", str(reports), *extra]
     arguments = [sys.executable, "-m", "pytest", *row.select]
+    if row.backend == "cpu":
+        # A file stays on one worker, so that what its tests share (captures, scratch environments) is made once.
+        arguments += ["-n", "2", "--dist", "loadfile"]
     if row.markers:
         arguments += ["-m", row.markers]
     arguments += ["--halma-row", row.id, "--halma-backend", row.backend, "--halma-require-backend", row.backend]

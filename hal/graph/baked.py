@@ -75,7 +75,7 @@ def _named(index: int, parameter: Any) -> tuple[str, Any]:
         pair = cast("tuple[Any, ...]", parameter)
         if len(pair) == 2 and isinstance(pair[0], str):
             return pair[0], pair[1]
-    return f"parameter {index}", parameter
+    return f"parameter {index}", cast("Any", parameter)
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 
 import torch
 
 from halma.hal.backend import Backend
-from halma.hal.errors import ModelError, RequestError
+from halma.hal.errors import RequestError
 from halma.models.deepseek_v4.checkpoint import LoadOptions, Progress, load_checkpoint
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.engine import Request
+from halma.models.deepseek_v4.preparation import ARITHMETICS
+from halma.models.deepseek_v4.presets import model_directory
 from halma.models.deepseek_v4.program import Tap
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
-from halma.models.deepseek_v4.preparation import ARITHMETICS
 from halma.models.deepseek_v4.sizing import MemoryLimit, host_limits
 from halma.models.deepseek_v4.state import RowFormats, StatePlan, build_state
 from halma.models.deepseek_v4.tokenizer import TextCodec
-
-BUILT_IN = ("tiny-v4",)
 
 
 @dataclass(frozen=True)
@@ -68,16 +65,8 @@ def resolve_model(name: str) -> ModelSource:
     Raises:
         ModelError: no such model, or a configuration that halma cannot run.
     """
-    path = Path(str(resources.files("halma") / "data" / name)) if name in BUILT_IN else Path(name)
-    if not path.is_dir():
-        close = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
-        raise ModelError(
-            f'no model called "{name}"' + (f' (did you mean "{close[0]}"?)' if close else ""),
-            asked=name,
-            found=f"neither a built-in model ({', '.join(BUILT_IN)}) nor a directory",
-            do="--model tiny-v4, or --model DIR with config.json and *.safetensors",
-        )
-    return ModelSource(name, path, V4Config.from_file(path))
+    path = model_directory(name)
+    return ModelSource(name, path, V4Config.from_file(path / "config.json"))
 
 
 def default_arithmetic(backend: Backend, asked: str | None) -> str:

@@ -82,7 +82,7 @@ def test_pyright_sees_all_four_folders_and_is_strict_in_hal(checkout: Path) -> N
     for path in planted:
         path.write_text(wrong + loose, encoding="utf-8")
     try:
-        done = run("pyright", "--pythonpath", sys.executable, cwd=checkout)
+        done = run("pyright", "--project", "pyproject.toml", "--pythonpath", sys.executable, cwd=checkout)
     finally:
         for path in planted:
             path.unlink()

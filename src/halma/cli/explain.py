@@ -29,6 +29,9 @@ def explain(
         list[str] | None,
         typer.Option(help="An argument of the op: x=8x4096:bfloat16, weight=64x4096:fp8_block128, eps=1e-6. Repeat."),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Every choice that a decode and a prefill step of this model make.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Without --shape: example calls of the op at this many rows.")] = 1,
     backend: Annotated[str | None, typer.Option(help="For this backend, here or not; default: the chosen one.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -38,7 +41,12 @@ def explain(
         raise RequestError("an example needs a row", asked=f"--rows {rows}", do="--rows 1 or more")
     if shape and op is None:
         raise RequestError("--shape describes arguments of an op", asked=" ".join(shape), do="--op NAME as well")
+    if model is not None and (op is not None or shape):
+        raise RequestError("--model and --op are two questions", do="ask one at a time")
     registry = default_registry()
+    if model is not None:
+        _explain_model(model, backend, json=json)
+        return
     name = registry.spec(backend).name if backend is not None else registry.choose()[0].name
     from halma.hal.dispatch import table
     from halma.ops import families as _families  # noqa: F401  (defines every op)
@@ -50,6 +58,23 @@ def explain(
     table.get(op)
     calls = [described(op, table, shape)] if shape else _examples(op, rows)
     show_decisions([(decide(table, name, op, call), 0) for call in calls], backend=name, missing=missing, json=json)
+
+
+def _explain_model(model: str, backend: str | None, *, json: bool) -> None:
+    """Plan the model's steps on the backend itself, running nothing, and show what was decided."""
+    import halma
+    from halma.hal.decisions import decisions
+    from halma.models.deepseek_v4.load import default_arithmetic, load_v4
+    from halma.models.deepseek_v4.runner import RunnerOptions
+
+    chosen = halma.backend(backend)
+    options = RunnerOptions(
+        max_context=512, graph=False, arithmetic=default_arithmetic(chosen, None), environment_routes=settings().routes
+    )
+    loaded = load_v4(model, chosen, options)
+    decisions.clear()
+    loaded.runner.prepare()
+    show_decisions(decisions.all("op"), backend=chosen.name, json=json)
 
 
 def show_decisions(

@@ -76,6 +76,8 @@ def generate(
     )
     with progress_bar("loading", disable=json) as loading:
         loaded = load_v4(source, chosen, options, progress=loading)
+    for note in loaded.notes:
+        print(f"halma: note: {note}", file=sys.stderr)
     show = _Show(loaded, stream=stream and not json)
     engine = Engine(loaded.runner, on_token=show.token)
     generations = [engine.submit(request) for request in requests]

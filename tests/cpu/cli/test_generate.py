@@ -77,6 +77,7 @@ def test_switched_off_capture_says_why_it_is_eager():
     [
         (("--model", "tiny-v5"), b"x", ('no model called "tiny-v5"', "did you mean", "tiny-v4")),
         (("--model", "/nonexistent"), b"x", ("no model called", "/nonexistent")),
+        (("--model", "V4-Flash"), b"x", ("known as a configuration", "download")),
         ((), b"", ("the prompt is empty",)),
         (("--prompt", "  "), b"", ("the prompt is empty",)),
         ((), b"caf\xe9 noir", ("not valid UTF-8", "0xe9", "offset 3")),
