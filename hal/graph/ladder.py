@@ -35,12 +35,14 @@ class GraphLadder:
         backend: captures and replays.
         workspace: sealed, holds what every descriptor needs.
         enabled: the capture switch; off means that every step runs eagerly, with that reason.
+        strict: a step that would run eagerly though capture is on is an error (``HALMA_STRICT=1``).
     """
 
-    def __init__(self, backend: Backend, workspace: Workspace, *, enabled: bool = True) -> None:
+    def __init__(self, backend: Backend, workspace: Workspace, *, enabled: bool = True, strict: bool = False) -> None:
         self.backend = backend
         self.workspace = workspace
         self.enabled = enabled
+        self.strict = strict
         self._graphs: dict[Descriptor, BreakableGraph] = {}
         self._times: dict[Descriptor, float] = {}
         self.eager_steps: dict[str, int] = {}
@@ -98,11 +100,21 @@ class GraphLadder:
                 progress(descriptor)
 
     def find(self, descriptor: Descriptor) -> BreakableGraph | None:
-        """The graph captured for exactly this descriptor; None is recorded with its reason."""
+        """The graph captured for exactly this descriptor; None is recorded with its reason.
+
+        Raises:
+            CaptureError: there is none, capture is on, and the ladder is strict.
+        """
         graph = self._graphs.get(descriptor)
         if graph is not None and graph.captured:
             return graph
         reason = self.unavailable() or f"no graph: {descriptor} was not captured"
+        if self.strict and self.enabled:
+            raise CaptureError(
+                f"{descriptor} would run eagerly, and HALMA_STRICT forbids it",
+                found=(reason, f"{len(self)} descriptors are captured"),
+                do="capture this descriptor, or unset HALMA_STRICT",
+            )
         self.eager_steps[reason] = self.eager_steps.get(reason, 0) + 1
         decisions.record(Decision("graph", str(descriptor), "eager", (Candidate("eager", True, reason),)))
         return None

@@ -37,7 +37,8 @@ class RunnerOptions:
         graph: capture and replay; off means that every step runs eagerly.
         capture_prefill: capture prefill chunks too. Worth it where prompts keep coming; a graph that is
             replayed once costs more than it saves.
-        checked: poison freed memory, and padding before every step.
+        strict: a step that would run eagerly though ``graph`` is on is an error; prefill is captured then.
+        checked: poison the workspace's memory as it is freed.
         arithmetic: ``exact`` or ``shipping``, as the weights were loaded.
         index_format: ``index_fp4`` or ``index_fp8`` keys in shipping arithmetic.
         pages: pages of the compressed stores; all requests at full length by default.
@@ -50,6 +51,7 @@ class RunnerOptions:
     batches: tuple[int, ...] = (1,)
     graph: bool = True
     capture_prefill: bool = False
+    strict: bool = False
     checked: bool = False
     arithmetic: str = "exact"
     index_format: str = "index_fp4"
@@ -122,7 +124,7 @@ class V4Runner:
         frequencies = rope_frequencies(config, dtype=carrier, device=device)
         self.model = V4Model(config, weights, state, ops, self.workspace, frequencies, carrier, tap)
         self.inputs = _allocate_inputs(options, device)
-        self.ladder = GraphLadder(backend, self.workspace, enabled=options.graph)
+        self.ladder = GraphLadder(backend, self.workspace, enabled=options.graph, strict=options.strict)
         self.capacities = powers_of_two(self.plan.page_tokens, self.plan.pages_per_slot * self.plan.page_tokens)
         self.batches = tuple(sorted({b for b in options.batches if b < options.max_requests} | {options.max_requests}))
         self.chunks = powers_of_two(min(8, options.chunk), options.chunk)
@@ -171,7 +173,9 @@ class V4Runner:
                 self.backend.graphs.dry_run(self._program(descriptor, watched=False), self.workspace)
             self.workspace.seal()
             if self.ladder.unavailable() is None:
-                captured = [d for d in wanted if d.role != "prefill" or self.options.capture_prefill]
+                captured = [
+                    d for d in wanted if d.role != "prefill" or self.options.capture_prefill or self.options.strict
+                ]
                 self.ladder.capture_all(captured, self._program, progress)
 
     def _representatives(self, descriptors: Iterable[Descriptor]) -> list[Descriptor]:

@@ -49,15 +49,16 @@ def generate(
 ) -> None:
     """Generate text: from --prompt, --file, or standard input."""
     import halma
-    from halma.models.deepseek_v4.engine import Engine
-    from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model, with_need
-    from halma.models.deepseek_v4.runner import RunnerOptions
 
     if batch < 1:
         raise RequestError("a batch needs at least one request", asked=f"--batch {batch}", do="--batch 1 or more")
     if max_tokens < 1:
         raise RequestError("nothing to generate", asked=f"--max-tokens {max_tokens}", do="--max-tokens 1 or more")
-    chosen = halma.backend(backend)
+    chosen = halma.backend(backend)  # before torch is imported: a wrong name is answered at once
+    from halma.models.deepseek_v4.engine import Engine
+    from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model, with_need
+    from halma.models.deepseek_v4.runner import RunnerOptions
+
     source = resolve_model(model)
     prompts = _prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
     if len(prompts) == 1:
@@ -67,6 +68,7 @@ def generate(
         chunk=chunk,
         graph=settings().graph if graph is None else graph,
         checked=settings().checked,
+        strict=settings().strict,
         arithmetic=default_arithmetic(chosen, arithmetic),
         environment_routes=settings().routes,
     )

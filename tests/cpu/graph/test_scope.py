@@ -209,3 +209,12 @@ def test_capture_needs_a_sealed_workspace():
 def test_a_ladder_that_is_switched_off_says_so():
     ladder = GraphLadder(scripted_backend(), sealed(), enabled=False)
     assert ladder.find(BASE) is None and list(ladder.eager_steps) == ["capture is switched off"]
+
+
+def test_a_strict_ladder_refuses_the_eager_step():
+    ladder = GraphLadder(scripted_backend(), sealed(), strict=True)
+    with pytest.raises(CaptureError, match="HALMA_STRICT"):
+        ladder.find(BASE)
+    ladder.capture(BASE, lambda: "out")
+    assert ladder.find(BASE) is not None
+    assert GraphLadder(scripted_backend(), sealed(), enabled=False, strict=True).find(BASE) is None

@@ -121,6 +121,20 @@ def test_bits_do_not_depend_on_how_far_the_choice_is_padded(dtype: torch.dtype) 
     )
 
 
+@pytest.mark.invariant("K7")
+def test_many_tiles_are_added_in_sequence() -> None:
+    """Torch sums a long dimension in groups that follow its length; a few tiles do not show it."""
+    layer = filled_layer(length=90, count=60, ring=40)
+    at, slots, sink = torch.tensor([80, 85, 89]), torch.tensor([1, 2, 3]), normal(16, seed=2)
+    q = normal(3, 16, 48, seed=1)
+    chosen = torch.randint(0, 60, (3, 2600), generator=torch.Generator().manual_seed(4))
+    arguments = (q, layer.window, at, slots, sink, 30, 0.05, layer.compressed, layer.table)
+    whole = again("attend", *arguments, chosen)
+    for more in (64, 600, 6000):
+        longer = torch.cat((chosen, torch.full((3, more), -1)), 1)
+        assert same_bits(again("attend", *arguments, longer), whole), f"{more} places more"
+
+
 @pytest.mark.parametrize("ring", [30, 37, 64, 89])
 def test_bits_do_not_depend_on_the_ring(ring: int) -> None:
     q, sink, at = normal(1, 4, 48, seed=1), normal(4, seed=2), torch.tensor([88])
