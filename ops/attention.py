@@ -122,7 +122,10 @@ def _keys(
     gather_rows(slot, ring.remainder_(window.page_rows), window, keys[:near], ws)
     if blocks is not None and far:
         store, table, _ = blocks
-        assert store is not None and table is not None
+        if store is None or table is None:
+            raise DispatchError(
+                "attend has chosen blocks and nowhere to read them", do="give compressed and page_table"
+            )
         page, row = find_blocks(place[near:], slot, table, store, ws)
         gather_rows(page, row, store, keys[near:], ws)
         keys[near:].masked_fill_(hidden[near:].unsqueeze(-1), 0.0)  # may be NaN, and 0 * NaN is NaN

@@ -14,8 +14,6 @@ from halma.ops.quant import (
     decode_fp8_blocks,
     encode_fp4_blocks,
     encode_fp8_blocks,
-    nearest_bf16,
-    nearest_e4m3,
     scaled,
     unscale,
 )
@@ -34,8 +32,6 @@ def encode_rows(rows: torch.Tensor, store: RowStore, ws: Workspace) -> tuple[tor
         _encode_kv(rows, store, data, scales, ws)
     else:
         values, scale = scaled(rows, store.width, E4M3_LIMIT, E4M3_FLOOR, ws)
-        if values.dtype == torch.float64:
-            nearest_e4m3(values, ws)
         data.view(torch.float8_e4m3fn).copy_(values)
         scales.view(torch.float32).copy_(scale)
     return data, scales
@@ -49,11 +45,7 @@ def _encode_kv(rows: torch.Tensor, store: RowStore, data: torch.Tensor, scales: 
     encode_fp8_blocks(rows[:, :head], KV_BLOCK, data[:, :head], scales[:, :blocks], ws)
     if not store.tail:
         return
-    rope = rows[:, head:]
-    if rows.dtype == torch.float64:  # a cast alone would go through fp32 and round twice
-        rope = ws.take(rope.shape, rope.dtype).copy_(rope)
-        nearest_bf16(rope, ws)
-    data[:, head:].view(torch.bfloat16).copy_(rope)
+    data[:, head:].view(torch.bfloat16).copy_(rows[:, head:])
 
 
 def decode_rows(data: torch.Tensor, scales: torch.Tensor, store: RowStore, out: torch.Tensor, ws: Workspace) -> None:

@@ -82,7 +82,7 @@ class RowLayout:
         return -(-used // self.data_bytes) * self.data_bytes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RowStore:
     """Pages of rows. Page 0 is the null page: padding rows are written there, and its contents mean nothing.
 
@@ -108,6 +108,9 @@ class RowStore:
     layout: RowLayout = field(init=False)
     plan_key: str = field(init=False)
     """Format, shape and dtype; stores with equal keys share a plan."""
+
+    def __repr__(self) -> str:
+        return f"RowStore({self.plan_key})"  # never the values: printing reads the device
 
     def __post_init__(self) -> None:
         dtype, shape = self.data.dtype, tuple(self.data.shape)

@@ -25,7 +25,7 @@ E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 _BYTES = (torch.int8, torch.uint8)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Weight:
     """One matrix ``[N, K]``, or a stack of experts ``[E, N, K]``; a product with it contracts K.
 
@@ -49,6 +49,20 @@ class Weight:
     shape: tuple[int, ...] = field(init=False)
     plan_key: str = field(init=False)
     """Format, shape and dtypes; equal keys share a plan. A string, because its hash is cached (one per op call)."""
+
+    def __repr__(self) -> str:
+        return f"Weight({self.plan_key})"  # never the values: printing reads the device
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """The scales of a packed weight.
+
+        Raises:
+            ModelError: a plain weight has none.
+        """
+        if self.scale is None:
+            raise ModelError("a plain weight has no scales", found=repr(self))
+        return self.scale
 
     def __post_init__(self) -> None:
         logical = list(self.data.shape)
@@ -139,8 +153,7 @@ def dequantise(weight: Weight, dtype: torch.dtype) -> Weight:
     """
     if weight.format == PLAIN:
         return Weight(weight.data.to(dtype), activation=weight.activation)
-    assert weight.scale is not None
-    scale = weight.scale.to(torch.float32)
+    scale = weight.scales.to(torch.float32)
     *_, rows, columns = weight.shape
     if weight.format == FP8_BLOCK128:
         scale = scale.repeat_interleave(FP8_BLOCK, -2)[..., :rows, :].repeat_interleave(FP8_BLOCK, -1)[..., :columns]

@@ -27,6 +27,8 @@ from halma.models.deepseek_v4.golden import (
 )
 from halma.models.deepseek_v4.program import block, prepare
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
+from halma.ops.quant import round_fp4_blocks, round_kv_rows
+from halma.ops.weight import FP4_BLOCK
 
 LAYER_TOLERANCE, LAYER_POSITIONS = 1e-5, 28
 CARRIER_TOLERANCE = 1e-6
@@ -43,15 +45,17 @@ def compare(case: CaseFile, load: Loader, backend: Backend, report: CaseReport) 
 
 
 def _roundings(case: CaseFile, backend: Backend, report: CaseReport) -> None:
-    ops = Ops(Workspace(backend.device.torch_device), backend=backend.name)
+    workspace = Workspace(backend.device.torch_device)
+    ops = Ops(workspace, backend=backend.name)
     for name, run in (
-        ("act128", lambda x: ops.round_activation(x)),
-        ("kv_row", lambda x: ops.round_kv_row(x, 64)),
-        ("index", lambda x: ops.round_index(x, "index_fp4")),
-        ("e2m1", lambda x: ops.round_e2m1(x)),
+        ("act128", lambda x, out: ops.round_activation(x, out=out)),
+        ("kv_row", lambda x, out: round_kv_rows(x, 64, out, workspace)),
+        ("index", lambda x, out: ops.round_index(x, "index_fp4", out=out)),
+        ("e2m1", lambda x, out: round_fp4_blocks(x, FP4_BLOCK, out, workspace)),
     ):
-        expected = case[f"op.{name}.y"]
-        found = run(case[f"op.{name}.x"].clone())
+        x, expected = case[f"op.{name}.x"], case[f"op.{name}.y"]
+        found = torch.empty_like(x)
+        run(x, found)
         wrong = mismatches(found.view(torch.int32), expected.view(torch.int32))
         report.checks.append(Check(f"rounding {name}", wrong, 0, f"bits of {expected.numel()} values"))
 

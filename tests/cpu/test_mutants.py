@@ -1,0 +1,118 @@
+"""Take a guard away, and the test that names its rule must go red. Each mutant runs in a copy of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCOPE, LADDER, GRAPH = "hal/graph/scope.py", "hal/graph/ladder.py", "hal/graph/breakable.py"
+SCOPE_TESTS, RULES = "tests/cpu/graph/test_scope.py", "tests/cpu/model/test_graph_rules.py"
+
+MUTANTS = {
+    "G1-replay-checks-segments": (
+        GRAPH,
+        "if len(self.segments) != len(self.breaks) + 1:",
+        "if False:",
+        SCOPE_TESTS,
+    ),
+    "G2-nesting": (SCOPE, "if _current.scope is not None:", "if False:", SCOPE_TESTS),
+    "G2-container": (SCOPE, "if not self.graph.empty:", "if False:", SCOPE_TESTS),
+    "G3-swallowed-exception": (
+        SCOPE,
+        "        if self.first_error is None:\n            self.first_error = error\n",
+        "        pass\n",
+        SCOPE_TESTS,
+    ),
+    "G3-failed-is-not-readable": (GRAPH, "if self.outcome is Outcome.FAILED:", "if False:", SCOPE_TESTS),
+    "G3-inert-is-not-captured": (
+        SCOPE,
+        "self.graph.outcome = Outcome.INERT if",
+        "self.graph.outcome = Outcome.CAPTURED if",
+        SCOPE_TESTS,
+    ),
+    "G15-key": (
+        "hal/graph/descriptor.py",
+        '    variant: str = ""\n',
+        '    variant: str = field(default="", compare=False)\n',
+        SCOPE_TESTS,
+    ),
+    "G24-grad-mode": (GRAPH, "if mode != self.grad_mode:", "if False:", SCOPE_TESTS),
+    "G4-off-still-captures": (
+        "models/deepseek_v4/runner.py",
+        "enabled=options.graph, strict",
+        "enabled=True, strict",
+        RULES,
+    ),
+    "W1-growth": (
+        "hal/workspace.py",
+        '        if self.sealed:\n            raise self._refusal(scope, shape, dtype, "the plan ends',
+        '        if False:\n            raise self._refusal(scope, shape, dtype, "the plan ends',
+        "tests/cpu/hal/test_workspace.py",
+    ),
+    "W5-raw-arithmetic": (
+        "backends/cpu/recorder.py",
+        "node.raw = self.workspace.in_op == 0",
+        "node.raw = False",
+        RULES,
+    ),
+    "G11-baked": ("hal/graph/baked.py", "if not _same(x, y):", "if False:", RULES),
+    "M5-stop": (
+        "models/deepseek_v4/engine.py",
+        "if token in generation.request.stop:",
+        "if False:",
+        "tests/cpu/model/test_engine.py::test_a_stop_token_ends_the_request_there",
+    ),
+    "M9-pages": (
+        "models/deepseek_v4/engine.py",
+        'return f"{need} pages needed, {len(self._free_pages)} free" if need',
+        'return "" if need',
+        "tests/cpu/model/test_engine.py::test_a_request_without_pages_waits_with_its_reason_and_the_running_one_is_unharmed",
+    ),
+    "K7-linear": (
+        "ops/linear.py",
+        "    elif bmm_equals_mv(*matrix.shape, x.dtype):",
+        "    elif torch.mm(x, matrix.t(), out=out) is not None:\n"
+        "        return\n    elif bmm_equals_mv(*matrix.shape, x.dtype):",
+        "tests/cpu/ops/test_linear.py",
+    ),
+    "B2-silent-cpu": (
+        "hal/registry.py",
+        "accelerator",
+        "simulated",
+        "tests/cpu/hal/test_registry.py",
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.mutant
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_mutant_is_noticed(name, tmp_path):
+    file, old, new, tests = MUTANTS[name]
+    for folder in ("hal", "backends", "ops", "models", "src", "tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / file
+    text = path.read_text()
+    assert old in text, f"{file} no longer holds the guard of {name}: bring this table up to date"
+    text = text.replace(old, new)
+    if "field(" in new and "import field" not in text:
+        text = text.replace("from dataclasses import dataclass", "from dataclasses import dataclass, field")
+    path.write_text(text)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly", tests],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert run.returncode == 1 and " failed" in run.stdout, run.stdout[-2000:]
