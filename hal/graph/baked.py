@@ -83,4 +83,8 @@ def _same(x: Any, y: Any) -> bool:
     if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
         left, right = cast("Sequence[Any]", x), cast("Sequence[Any]", y)
         return len(left) == len(right) and all(_same(p, q) for p, q in zip(left, right, strict=True))
+    return _equal(x, y)
+
+
+def _equal(x: Any, y: Any) -> bool:
     return type(x) is type(y) and bool(x == y or (x != x and y != y))

@@ -81,12 +81,6 @@ MUTANTS = {
         "        return\n    elif bmm_equals_mv(*matrix.shape, x.dtype):",
         "tests/cpu/ops/test_linear.py",
     ),
-    "B2-silent-cpu": (
-        "hal/registry.py",
-        "accelerator",
-        "simulated",
-        "tests/cpu/hal/test_registry.py",
-    ),
 }
 
 
