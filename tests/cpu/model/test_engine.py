@@ -94,6 +94,12 @@ def test_a_stop_token_ends_the_request_there():
     assert generation.tokens == whole[: whole.index(stop) + 1] and generation.finish == "stop"
 
 
+@pytest.mark.invariant("M5", control=True)
+def test_without_a_stop_token_the_request_runs_to_its_length():
+    generation = Engine(small_runner("exact")).run([Request((5, 9, 2), 20)])[0]
+    assert generation.tokens == alone("exact", Request((5, 9, 2), max_tokens=20)) and generation.finish == "length"
+
+
 @pytest.mark.invariant("M9")
 def test_a_request_without_pages_waits_with_its_reason_and_the_running_one_is_unharmed():
     first, second = Request((1, 2), max_tokens=300), Request((3, 4), max_tokens=5)
