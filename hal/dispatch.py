@@ -27,7 +27,7 @@ import torch
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.device_value import DeviceValue
 from halma.hal.errors import DispatchError
-from halma.hal.graph.current import current_recorder, open_captures, refuse_other_thread
+from halma.hal.graph.current import current_recorder, note_launch, open_captures, refuse_other_thread
 from halma.hal.graph.scope import note_failure
 from halma.hal.op_table import OpSpec, OpTable, OutRule, Spec, like, op, table
 from halma.hal.routes import OWN, REFERENCE, Call, Launcher, Requirement, RouteSpec
@@ -306,6 +306,7 @@ class _BoundOp:
         launch = plan.run(*args, ws=self._workspace, **kwargs)
         recorder = current_recorder()
         if recorder is None:
+            note_launch()
             launch()
             return
         # The recorder keeps the launch and with it every tensor that its closure reads or writes. An op
@@ -313,7 +314,9 @@ class _BoundOp:
         out: Out = kwargs.get("out")
         reads = [tensor for name, v in (*enumerate(args), *kwargs.items()) if name != "out" for tensor in tensors_of(v)]
         writes = reads if out is None else list(out) if isinstance(out, tuple) else [out]
-        recorder.record_node(plan.label, launch, reads=reads, writes=writes)
+        named = zip(self._spec.signature.parameters, args, strict=False)
+        baked = [(name, value) for name, value in (*named, *kwargs.items()) if value.__class__ in _PLAIN]
+        recorder.record_node(plan.label, launch, reads=reads, writes=writes, parameters=baked)
 
     def _check_out(self, plan: _Plan, out: Out) -> None:
         given = out if isinstance(out, tuple) else (out,)

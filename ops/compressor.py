@@ -16,7 +16,7 @@ from halma.hal.errors import DispatchError, ModelError
 from halma.hal.workspace import Workspace
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CompressorState:
     """Values and gates of recent tokens, each [slots + 1, ring, width], fp32 or fp64; slot 0 is the null slot.
 
@@ -31,6 +31,9 @@ class CompressorState:
     gates: torch.Tensor
     plan_key: str = field(init=False)
     """Shape and dtype; states with equal keys share a plan."""
+
+    def __repr__(self) -> str:
+        return f"CompressorState({self.plan_key})"  # never the values: printing reads the device
 
     def __post_init__(self) -> None:
         a, b = self.values, self.gates
@@ -71,13 +74,8 @@ def compressor_insert(
     Raises:
         DispatchError: widths differ.
     """
+    check_insert(values, gates, ape, state)
     width = state.values.shape[2]
-    if not values.shape[1] == gates.shape[1] == ape.shape[1] == width:
-        raise DispatchError(
-            "compressor_insert: widths differ",
-            asked=f"values {list(values.shape)}, gates {list(gates.shape)}, ape {list(ape.shape)}",
-            found=f"a state of width {width}",
-        )
     place = torch.remainder(positions, state.ring, out=ws.take(positions.shape, torch.int64))
     place.add_(row_slot, alpha=state.ring)
     state.values.view(-1, width).index_copy_(0, place, values)
@@ -85,6 +83,21 @@ def compressor_insert(
     bias = torch.index_select(ape, 0, phase, out=ws.take(gates.shape, ape.dtype))
     gated = torch.add(gates, bias, out=ws.take(gates.shape, state.gates.dtype))
     state.gates.view(-1, width).index_copy_(0, place, gated)
+
+
+def check_insert(values: torch.Tensor, gates: torch.Tensor, ape: torch.Tensor, state: CompressorState) -> None:
+    """Refuse rows that do not fit the state.
+
+    Raises:
+        DispatchError: widths differ.
+    """
+    width = state.values.shape[2]
+    if not values.shape[1] == gates.shape[1] == ape.shape[1] == width:
+        raise DispatchError(
+            "compressor_insert: widths differ",
+            asked=f"values {list(values.shape)}, gates {list(gates.shape)}, ape {list(ape.shape)}",
+            found=f"a state of width {width}",
+        )
 
 
 def _pool_outputs(

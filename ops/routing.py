@@ -15,10 +15,10 @@ from halma.ops.linear import product
 from halma.ops.quant import accumulator
 from halma.ops.weight import Weight
 
-_EXP_LIMIT = 80.0
+EXP_LIMIT = 80.0
 """exp(80) is finite in fp32, and softplus(x) = x there to the last bit of fp64."""
 
-_LEAST_SUM = 1e-20
+LEAST_SUM = 1e-20
 """Keeps the normalisation finite where every chosen score underflowed to 0; changes no other value in fp32."""
 
 
@@ -33,7 +33,7 @@ def route_scores(x: torch.Tensor, gate: Weight, *, out: torch.Tensor, ws: Worksp
     """
     affinity = ws.take(out.shape, out.dtype)
     product(x, gate, affinity, ws)
-    torch.clamp(affinity, max=_EXP_LIMIT, out=out)
+    torch.clamp(affinity, max=EXP_LIMIT, out=out)
     out.exp_()
     out.log1p_()
     torch.maximum(out, affinity, out=out)
@@ -44,7 +44,7 @@ def _normalise(scores: torch.Tensor, ids: torch.Tensor, scale: float, weights: t
     torch.gather(scores, 1, ids, out=weights)
     total = ws.take((weights.shape[0], 1), weights.dtype)
     torch.sum(weights, 1, keepdim=True, out=total)
-    total.clamp_(min=_LEAST_SUM)
+    total.clamp_(min=LEAST_SUM)
     weights.div_(total)
     weights.mul_(scale)
 

@@ -213,13 +213,19 @@ class Recorder(DispatchMode):
         *,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
+        parameters: Sequence[tuple[str, Any]] = (),
     ) -> None:
         """Append one node that runs ``launch`` at replay; nothing runs now."""
         try:
             with self.aside():
                 its_reads, its_writes = (tuple(self._pool.alias(t) for t in tensors) for tensors in (reads, writes))
                 line, stamp = program_line(), self._stamp()
-            self._add(Node(name, launch, Work.KERNEL, line, stamp, reads=its_reads, writes=its_writes))
+            self._add(
+                Node(
+                    name, launch, Work.KERNEL, line, stamp,
+                    reads=its_reads, writes=its_writes, baked=tuple(parameters),
+                )
+            )  # fmt: skip
         except BaseException as error:
             self.clock.fail(error)
             raise

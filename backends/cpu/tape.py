@@ -35,6 +35,7 @@ class Node:
         call: runs it.
         allocations: results that each run allocates, because the op has no out-variant.
         raw: recorded outside every op.
+        baked: host values that an opaque node was made with.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Node:
     writes: Sequence[torch.Tensor] = ()
     allocations: int = 0
     raw: bool = False
+    baked: Sequence[tuple[str, Any]] = ()
 
     def accesses(self, position: int) -> Iterator[Access]:
         """The tensors it reads and writes."""
@@ -81,6 +83,7 @@ class Node:
             (name, value_of(value))
             for name, value in (rule_of(self.func).bound(self.args, self.kwargs) if self.func is not None else ())
         ]
+        parameters += self.baked
         parameters += [("reads", place(tensor)) for tensor in self.reads]
         parameters += [("writes", place(tensor)) for tensor in self.writes]
         return GraphNode(self.name, tuple(parameters), self.where, self.raw)

@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from halma.hal.errors import CaptureError
 
@@ -27,17 +27,32 @@ class Recorder(Protocol):
         *,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
+        parameters: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        """Append one opaque node that runs ``launch`` at replay; nothing runs now."""
+        """Append one opaque node that runs ``launch`` at replay; nothing runs now.
+
+        ``parameters`` are the host values that the launch was made with: they are baked in (G11).
+        """
         ...
 
 
 class _State(threading.local):
     recorder: Recorder | None = None
     aside: Callable[[], AbstractContextManager[None]] | None = None
+    launches: int = 0
 
 
 _state = _State()
+
+
+def note_launch() -> None:
+    """For op dispatch only: an opaque launch runs eagerly; who counts work cannot see into it."""
+    _state.launches += 1
+
+
+def launches_so_far() -> int:
+    """Opaque launches that ran eagerly on this thread."""
+    return _state.launches
 
 
 def current_recorder() -> Recorder | None:

@@ -61,7 +61,13 @@ class _Launches:
         self.kept: list[Callable[[], None]] = []
 
     def record_node(
-        self, name: str, launch: Callable[[], None], *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        name: str,
+        launch: Callable[[], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        parameters: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self.kept.append(launch)
 

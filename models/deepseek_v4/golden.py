@@ -165,7 +165,7 @@ def force(
         widths = {chunk if begin < prefill else step for begin, _ in parts}
         shapes = [Descriptor("prefill", requests, w, c, "all") for w in sorted(widths) for c in runner.capacities]
         runner.prepare(shapes)
-        _occupy(runner, requests)
+        occupy(runner, requests)
         found = torch.empty(requests, length, model.config.vocab_size, dtype=runner.model.accumulator)
         for begin, end in parts:
             width = chunk if begin < prefill else step
@@ -192,7 +192,7 @@ def _parts(length: int, prefill: int, chunk: int, step: int) -> Iterator[tuple[i
         begin = end
 
 
-def _occupy(runner: V4Runner, requests: int) -> None:
+def occupy(runner: V4Runner, requests: int) -> None:
     """Give each of the slots 1.. its pages."""
     state, width = runner.model.state, runner.plan.pages_per_slot
     state.page_table[1 : requests + 1].copy_(torch.arange(1, requests * width + 1).view(requests, width))

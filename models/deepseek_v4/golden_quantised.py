@@ -18,7 +18,7 @@ from halma.models.deepseek_v4.golden import (
     CaseReport,
     Check,
     Loader,
-    _occupy,
+    occupy,
     deviation,
     force,
     mismatches,
@@ -68,7 +68,7 @@ def _layers(case: CaseFile, model: CaseModel, backend: Backend, report: CaseRepo
     options = RunnerOptions(max_requests=1, max_context=count, chunk=count, graph=False, arithmetic="shipping")
     runner = V4Runner(model.config, model.weights, backend, options)
     descriptor = Descriptor("prefill", 1, count, runner.capacities[0], "all")
-    _occupy(runner, 1)
+    occupy(runner, 1)
     runner.inputs.tokens[:count].copy_(fed[:count])
     runner.inputs.slot.fill_(1)
     runner.inputs.count.fill_(count)

@@ -77,7 +77,7 @@ class RowFormats:
         return RowFormats() if arithmetic == "exact" else RowFormats("kv_fp8", index)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerState:
     """The stores of one layer; which of them exist follows its kind."""
 
@@ -88,7 +88,7 @@ class LayerState:
     index_compressor: CompressorState | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class V4State:
     """The whole state on one device.
 

@@ -14,7 +14,7 @@ import torch
 from halma.ops.weight import Weight
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HyperConnection:
     """How a sublayer reads the residual streams and writes to them.
 
@@ -26,7 +26,7 @@ class HyperConnection:
     scale: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CompressorWeights:
     """Pools blocks of tokens; w = 2 * width where blocks overlap (CSA), else width.
 
@@ -38,7 +38,7 @@ class CompressorWeights:
     norm: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class IndexerWeights:
     """Chooses compressed rows: ``wq_b [Hi * di, q_lora]``, ``weights_proj [Hi, D]``. Whole on every rank."""
 
@@ -47,7 +47,7 @@ class IndexerWeights:
     compressor: CompressorWeights
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionWeights:
     """One attention sublayer; with tensor parallelism H and G are this rank's heads and groups.
 
@@ -66,7 +66,7 @@ class AttentionWeights:
     indexer: IndexerWeights | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FfnWeights:
     """Experts and their router; I is this rank's part of the intermediate width.
 
@@ -84,7 +84,7 @@ class FfnWeights:
     shared_down: Weight
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerWeights:
     """One layer, ``attn_norm`` and ``ffn_norm`` [D]."""
 
@@ -96,7 +96,7 @@ class LayerWeights:
     ffn: FfnWeights
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MtpWeights:
     """One MTP module; embedding and head are those of the target.
 
@@ -112,7 +112,7 @@ class MtpWeights:
     block: LayerWeights
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class V4Weights:
     """A whole model, or one rank's part: ``embed [vocab, D]``, ``head [vocab / world, D]``, ``norm [D]``."""
 

@@ -141,6 +141,25 @@ def test_an_opaque_route_is_one_node_with_the_references_results(backend):
         assert torch.equal(graph.replay(), (x * 2 + y) * 2 + y)
 
 
+@pytest.mark.invariant("G4")
+def test_a_launch_that_calls_no_torch_is_counted_when_it_runs_eagerly(backend):
+    table = OpTable()
+
+    @table.define("bump", out=None)
+    def bump(x: torch.Tensor, *, ws: Workspace) -> None:
+        x.add_(1.0)
+
+    def on_the_host(x: torch.Tensor, *, ws: Workspace) -> Callable[[], None]:
+        values = x.numpy()
+        return lambda: values.__iadd__(1.0) and None
+
+    table.add_route(RouteSpec("bump", "host", lambda: on_the_host, backends=("cpu",), opaque=True))
+    ops, x = bind(Workspace(), ops=table), torch.zeros(1)
+    assert eager_counts(backend, lambda: ops.bump(x)).kernels == 1
+    assert eager_counts(backend, lambda: (ops.bump(x), ops.bump(x))).kernels == 2
+    assert x.item() == 3.0
+
+
 def test_first_time_work_runs_in_a_dry_run_and_is_refused_in_a_capture(backend):
     x, tried = torch.ones(3), []
 

@@ -329,10 +329,18 @@ def test_a_route_that_raises_leaves_the_workspace_where_it_was() -> None:
 class FakeRecorder:
     def __init__(self) -> None:
         self.nodes: list[tuple[str, Callable[[], None], list[torch.Tensor], list[torch.Tensor]]] = []
+        self.parameters: list[tuple[str, Any]] = []
 
     def record_node(
-        self, name: str, launch: Callable[[], None], *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        name: str,
+        launch: Callable[[], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        parameters: Sequence[tuple[str, Any]] = (),
     ) -> None:
+        self.parameters += parameters
         self.nodes.append((name, launch, list(reads), list(writes)))
 
 
@@ -369,6 +377,14 @@ def test_an_opaque_route_is_recorded_as_one_node_and_not_run(recorder: FakeRecor
     x.fill_(5)
     launch()
     assert y.tolist() == [15, 15], "a launch runs again on the same addresses"
+
+
+@pytest.mark.invariant("G11")
+def test_an_opaque_node_names_the_host_values_it_was_made_with(recorder: FakeRecorder) -> None:
+    ops = Ops(Workspace(), ops=table_with(RouteSpec("scale", "opaque", lambda: opaque, opaque=True)))
+    ops.scale(torch.ones(2), 3.0)
+    ops.scale(torch.ones(2), factor=4.0)
+    assert recorder.parameters == [("factor", 3.0), ("factor", 4.0)]
 
 
 def test_an_opaque_op_in_place_declares_its_arguments_tensors_as_written(recorder: FakeRecorder) -> None:

@@ -35,7 +35,7 @@ def captured(runner: V4Runner, program=None) -> BreakableGraph:
 def test_a_captured_step_allocates_nothing(arithmetic):
     graph = captured(small_runner(arithmetic))
     assert graph.counts().allocations == 0 and graph.counts().fallback_bytes == 0
-    assert graph.counts().kernels > 300
+    assert graph.counts().kernels > 200
 
 
 @pytest.mark.invariant("G10", control=True)
@@ -83,7 +83,7 @@ def test_nothing_of_a_step_is_baked_in():
     second = captured(runner).nodes()
     state.lengths.zero_()
     runner.clear_inputs()
-    assert len(first) == len(second) > 300 and baked_values(first, second) == []
+    assert len(first) == len(second) > 200 and baked_values(first, second) == []
 
 
 @pytest.mark.invariant("G11")
@@ -146,7 +146,7 @@ def count(kind: str, switch: str) -> dict:
 def test_switched_off_does_the_work_of_a_backend_that_cannot():
     off, cannot = count("capable", "0"), count("incapable", "1")
     assert off["steps"] == cannot["steps"] and off["tokens"] == cannot["tokens"]
-    assert off["replayed"] == cannot["replayed"] == 0 and off["steps"][0][0] > 300
+    assert off["replayed"] == cannot["replayed"] == 0 and off["steps"][0][0] > 200
 
 
 @pytest.mark.invariant("G4", control=True)

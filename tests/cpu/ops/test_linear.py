@@ -76,6 +76,7 @@ def test_the_check_notices_a_row_that_feels_its_neighbours() -> None:
 
 
 @pytest.mark.invariant("K7")
+@pytest.mark.parametrize("chosen_routes", ["reference"], indirect=True)  # the route host knows no batch kernel
 def test_unequal_kernels_are_replaced_by_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = Weight(random(64, 96, seed=1)), random(64, 96)
     assert family.bmm_equals_mv(64, 96, torch.float32) in (True, False)
