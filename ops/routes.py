@@ -24,6 +24,7 @@ _HOST = (
     ("block_insert", "host", "cache", "block_insert", "plain_store"),
     ("compressor_insert", "host", "compressor", "compressor_insert", "plain_values"),
     ("compressor_pool", "host", "compressor", "compressor_pool", None),
+    ("swiglu", "host", "experts", "swiglu", "fp32_or_fp64"),
     ("expert_ffn", "rows", "experts", "expert_rows", "plain_in_accumulator"),
 )
 

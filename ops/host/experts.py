@@ -1,4 +1,4 @@
-"""The route ``rows`` of ``expert_ffn``: multiply where the chosen experts lie instead of copying them.
+"""The routes ``rows`` of ``expert_ffn`` and ``host`` of ``swiglu``: experts are multiplied where they lie, not copied.
 
 The launch reads the ids on the host each time it runs, so it is one opaque node of a graph. A copy of the
 chosen weights, as in the reference, costs more than the products themselves (34 of 234 us a layer of the
@@ -106,6 +106,25 @@ def expert_rows(
             for pair, expert in enumerate(chosen):
                 dot(second[expert], actives[pair], results[pair])
             _sum_of_choices(results.reshape(rows, choices, width), total)
+
+    return launch
+
+
+def fp32_or_fp64(call: Call) -> str | None:
+    """Requirement: no conversion is needed."""
+    dtype = call["gate_up"].dtype
+    return None if dtype in (torch.float32, torch.float64) else f"gate_up is {short(dtype)}, it computes fp32 or fp64"
+
+
+def swiglu(gate_up: torch.Tensor, limit: float, *, out: torch.Tensor, ws: Workspace) -> Callable[[], None]:
+    """See ``swiglu`` in :mod:`halma.ops.experts`."""
+    inner = out.shape[1]
+    arrays = HostArrays(gate_up, out, ws.take(out.shape, out.dtype))
+
+    def launch() -> None:
+        both, result, scratch = arrays()
+        with np.errstate(all="ignore"):  # padding rows hold anything
+            _swiglu(both[:, :inner], both[:, inner:], limit, result, scratch)
 
     return launch
 
