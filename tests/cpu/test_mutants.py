@@ -76,9 +76,9 @@ MUTANTS = {
     ),
     "K7-linear": (
         "ops/linear.py",
-        "    elif bmm_equals_mv(*matrix.shape, x.dtype):",
+        "    elif bmm_equals_mv(matrix.shape[0], matrix.shape[1], x.dtype):",
         "    elif torch.mm(x, matrix.t(), out=out) is not None:\n"
-        "        return\n    elif bmm_equals_mv(*matrix.shape, x.dtype):",
+        "        return\n    elif bmm_equals_mv(matrix.shape[0], matrix.shape[1], x.dtype):",
         "tests/cpu/ops/test_linear.py",
     ),
 }
