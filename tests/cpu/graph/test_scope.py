@@ -9,7 +9,8 @@ from halma.hal.errors import CaptureError
 from halma.hal.graph.breakable import BreakableGraph, Outcome
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.ladder import GraphLadder
-from halma.hal.graph.scope import GraphCaptureScope, current_scope, note_failure
+from halma.hal.graph.current import current_scope, note_failure
+from halma.hal.graph.scope import GraphCaptureScope
 from halma.hal.workspace import Workspace
 from tests.cpu.graph.scripted import Failure, scripted_backend
 
