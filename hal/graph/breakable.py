@@ -51,8 +51,8 @@ class Segment:
 
     template: Any
     executable: Any
-    counts: GraphCounts = GraphCounts()
-    workspace_bytes: int = 0
+    counts: GraphCounts
+    workspace_bytes: int
 
     @property
     def empty(self) -> bool:

@@ -128,7 +128,9 @@ class BreakPoint:
         counters.breaks_reached += 1
         scope = current_scope()
         if scope is not self._scope:
-            error = CaptureError(f"{self.name} was made outside the capture it is entered in", do="make it where it runs")
+            error = CaptureError(
+                f"{self.name} was made outside the capture it is entered in", do="make it where it runs"
+            )
             note_failure(error)
             raise error
         if scope is not None:

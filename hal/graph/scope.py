@@ -186,7 +186,9 @@ class GraphCaptureScope:
             graphs.abandon(self.stream)
             raise
         counts = graphs.counts(template)
-        self.graph.segments.append(Segment(template, graphs.instantiate(template), counts, self.workspace.bytes_in_use()))
+        self.graph.segments.append(
+            Segment(template, graphs.instantiate(template), counts, self.workspace.bytes_in_use())
+        )
         counters.segments_captured += 1
 
     # -- breaks -------------------------------------------------------------------------------------

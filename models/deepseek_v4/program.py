@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from halma.hal.backend import Stream
 from halma.hal.device_value import DeviceValue
 from halma.hal.dispatch import Ops
-from halma.hal.backend import Stream
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.forks import fork
 from halma.hal.workspace import Workspace

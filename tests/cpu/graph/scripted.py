@@ -58,7 +58,7 @@ class ScriptedGraphs:
         self._note("replay")
 
     def destroy(self, executable: Any) -> None:
-        self.log.append("destroy")
+        self._note("destroy")
         self.live -= 1
 
     def nodes(self, template: Any) -> list[GraphNode]:
