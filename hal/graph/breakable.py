@@ -64,7 +64,11 @@ class BreakFn(Protocol):
     """What runs between two segments; see :class:`halma.hal.graph.breaks.Break`."""
 
     name: str
-    marker: bool
+
+    @property
+    def marker(self) -> bool:
+        """Whether it only splits."""
+        ...
 
     def __call__(self) -> None:
         """Run it for a replay."""

@@ -205,7 +205,7 @@ class BreakPoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._guard is not None:
-            self._guard.__exit__(kind, error, trace)
+            self._guard.leave()
         self._open = False
         if error is None and isinstance(self.out, Cell) and not self._written:
             error = CaptureError(
@@ -281,9 +281,12 @@ class _OutsideHost(TorchDispatchMode):
         note_failure(error)
         raise error
 
+    def leave(self) -> None:
+        super().__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
+
     @contextmanager
     def let_through(self) -> Generator[None]:
-        self.__exit__(None, None, None)
+        self.leave()
         try:
             yield
         finally:

@@ -71,7 +71,11 @@ class Cell:
 
 def pinned(value: Any) -> Any:
     """``value`` as a destination: itself, but for tensors that repeat memory and so cannot be written."""
-    return _rebuilt(value, value, lambda tensor, _: tensor.clone() if _repeats(tensor) else tensor)
+
+    def writable(tensor: torch.Tensor, _: object) -> torch.Tensor:
+        return tensor.clone() if _repeats(tensor) else tensor
+
+    return _rebuilt(value, value, writable)
 
 
 def write(destination: Any, value: Any, break_name: str) -> Any:
@@ -185,7 +189,8 @@ def _shown(tensor: torch.Tensor) -> str:
 
 
 def _length(value: Any) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else type(value).__name__
+    name = type(value).__name__
+    return f"{name} of {len(cast('Sequence[Any]', value))}" if isinstance(value, (list, tuple)) else name
 
 
 def _mismatch(break_name: str, destination: str, found: str) -> CaptureError:

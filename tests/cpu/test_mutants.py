@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 SCOPE, LADDER, GRAPH = "hal/graph/scope.py", "hal/graph/ladder.py", "hal/graph/breakable.py"
 BREAKS, CELLS, FORKS, RETIRE = (f"hal/graph/{name}.py" for name in ("breaks", "cells", "forks", "retire"))
 SCOPE_TESTS, RULES = "tests/cpu/graph/test_scope.py", "tests/cpu/model/test_graph_rules.py"
-SEAM, BREAK_TESTS, FORK_TESTS = (
-    f"src/halma/hal/testing/conformance/test_{name}.py" for name in ("seam", "breaks", "forks")
+SEAM, OUTCOMES, USERS, BREAK_TESTS, CELL_TESTS, FORK_TESTS = (
+    f"src/halma/hal/testing/conformance/test_{name}.py"
+    for name in ("seam", "outcomes", "users", "breaks", "cells", "forks")
 )
 
 MUTANTS = {
@@ -28,36 +29,36 @@ MUTANTS = {
         SCOPE,
         "if self.first_error is None:\n            self.first_error = error",
         "pass",
-        SEAM,
+        OUTCOMES,
     ),
-    "G3-hidden-by-a-later-one": (SCOPE, "if first is not None and not _shows(error, first):", "if False:", SEAM),
-    "G3-failed-is-not-readable": (GRAPH, "if self.outcome is Outcome.FAILED:", "if False:", SEAM),
-    "G3-inert-is-not-captured": (SCOPE, "if self.active else Outcome.INERT", "", SEAM),
+    "G3-hidden-by-a-later-one": (SCOPE, "if first is not None and not _shows(error, first):", "if False:", OUTCOMES),
+    "G3-failed-is-not-readable": (GRAPH, "if self.outcome is Outcome.FAILED:", "if False:", OUTCOMES),
+    "G3-inert-is-not-captured": (SCOPE, "if self.active else Outcome.INERT", "", OUTCOMES),
     "G3-break-after-failure": (
         SCOPE,
         "if self.first_error is not None:\n            raise Cap",
         "if 0:\n  raise Cap",
-        SEAM,
+        OUTCOMES,
     ),
     "G3-abandon": (
         GRAPH.replace("breakable", "scope"),
         "graphs.abandon(self.stream)\n            raise",
         "raise",
-        SEAM,
+        OUTCOMES,
     ),
-    "G3-workspace-reset": (SCOPE, "self.workspace.reset()", "pass", SEAM),
+    "G3-workspace-reset": (SCOPE, "self.workspace.reset()", "pass", OUTCOMES),
     "G5-full-refuses": (
         SCOPE,
         "if self.mode is CaptureMode.FULL:\n            raise",
         "if False:\n            raise",
         SEAM,
     ),
-    "G6-raw-return": (BREAKS, "    if result is None:\n        return\n", "    return\n", BREAK_TESTS),
-    "G6-write-back": (CELLS, "tensor.copy_(fresh)", "pass", BREAK_TESTS),
-    "G6-same-form": (CELLS, "if (tensor.dtype, tensor.shape, tensor.device) != (", "if None in (", BREAK_TESTS),
-    "G6-keys": (CELLS, "if fresh.keys() != destination.keys():", "if False:", BREAK_TESTS),
-    "G6-one-cell-a-break": (SCOPE, "if known is not None:", "if False:", BREAK_TESTS),
-    "G6-outside-host": (BREAKS, "if _is_view(func):", "if True:", BREAK_TESTS),
+    "G6-raw-return": (BREAKS, "    if result is None:\n        return\n", "    return\n", CELL_TESTS),
+    "G6-write-back": (CELLS, "tensor.copy_(fresh)", "pass", CELL_TESTS),
+    "G6-same-form": (CELLS, "if (tensor.dtype, tensor.shape, tensor.device) != (", "if None in (", CELL_TESTS),
+    "G6-keys": (CELLS, "if fresh.keys() != destination.keys():", "if False:", CELL_TESTS),
+    "G6-one-cell-a-break": (SCOPE, "if known is not None:", "if False:", CELL_TESTS),
+    "G6-outside-host": (BREAKS, "if _is_view(func):", "if True:", CELL_TESTS),
     "G7-inputs-pinned": (
         BREAKS,
         "HostCall(fn, args, kwargs,",
@@ -74,10 +75,10 @@ MUTANTS = {
     ),
     "G8-break-on-a-side-stream": (SCOPE, "if current != self._home:", "if False:", FORK_TESTS),
     "G9-events": ("backends/cpu/streams.py", "if event.clock is not clock or", "if None is not None or", FORK_TESTS),
-    "G22-deferred": (RETIRE, "if open_scopes or open_captures:", "if False:", SEAM),
-    "G22-dropped-graphs": (GRAPH, "weakref.finalize(self, _retire_all,", "(lambda *_: id)(self, _retire_all,", SEAM),
-    "G22-lease": (RETIRE, "if use.user is None:", "if True:", SEAM),
-    "G22-streams": (RETIRE, "if last is not None and last != stream:", "if False:", SEAM),
+    "G22-deferred": (RETIRE, "if open_scopes or open_captures:", "if False:", USERS),
+    "G22-dropped-graphs": (GRAPH, "weakref.finalize(self, _retire_all,", "(lambda *_: id)(self, _retire_all,", USERS),
+    "G22-lease": (RETIRE, "if use.user is None:", "if True:", USERS),
+    "G22-streams": (RETIRE, "if last is not None and last != stream:", "if False:", USERS),
     "G23-empty": (SCOPE, "if not self.allow_empty:", "if False:", SEAM),
     "W6-lane-kept-until-its-readers": (
         FORKS,

@@ -88,8 +88,6 @@ class RecordedGraphs:
         self.log = log
         self.fail: dict[str, int] = {}
         self.live = 0
-        self.nodes: Callable[[Any], Sequence[GraphNode]] = self._inner.nodes
-        self.counts: Callable[[Any], GraphCounts] = self._inner.counts
         self.unsupported = self._inner.unsupported
         self.is_capturing = self._inner.is_capturing
         self.dry_run = self._inner.dry_run
@@ -127,6 +125,12 @@ class RecordedGraphs:
         self.log.append("Destroy")
         self._inner.destroy(executable)
         self.live -= 1
+
+    def nodes(self, template: Any) -> Sequence[GraphNode]:
+        return self._inner.nodes(template)
+
+    def counts(self, template: Any) -> GraphCounts:
+        return self._inner.counts(template)
 
     def counting(self) -> AbstractContextManager[Callable[[], GraphCounts]]:
         return self._inner.counting()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import pytest
 import torch
 
 from halma.hal.backend import Backend
 from halma.hal.graph.breakable import BreakableGraph, CaptureMode
+from halma.hal.graph.breaks import Cell, break_point
 from halma.hal.graph.scope import GraphCaptureScope
 from halma.hal.testing.conformance.recording import RecordedBackend
 from halma.hal.workspace import Workspace
@@ -90,3 +92,70 @@ def needs_capture(backend: Backend, *, segments: bool = False) -> None:
         why = f"graph_segments is {backend.capabilities.graph_segments}"
     if why is not None:
         pytest.skip(why)
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """The host's work."""
+    return x * 2
+
+
+def one_break(toy: Toy) -> Callable[[], torch.Tensor]:
+    """x + 1, a break that doubles, + 3; with a cell of its own for each capture."""
+
+    def program() -> torch.Tensor:
+        x = toy.plus(toy.x, 1.0)
+        with break_point(out=Cell(), name="double") as host:
+            doubled = host(double, x)
+        return toy.plus(doubled, 3.0)
+
+    return program
+
+
+def in_a_thread(work: Callable[[], object]) -> BaseException | None:
+    """What ``work`` raises on a thread of its own."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="second")
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+class Doubling:
+    """x + 1, a break that doubles into ``cell``, + 3."""
+
+    def __init__(self, toy: Toy, cell: Cell | None = None, fn: Callable[[torch.Tensor], Any] = double) -> None:
+        self.toy = toy
+        self.cell = cell or Cell(name="doubled")
+        self.fn = fn
+        self.runs = 0
+
+    def __call__(self) -> torch.Tensor:
+        x = self.toy.plus(self.toy.x, 1.0)
+        with break_point(out=self.cell, name="double") as host:
+            y = host(self._run, x)
+        return self.toy.plus(y if isinstance(y, torch.Tensor) else self.tensor_of(y), 3.0)
+
+    def _run(self, x: torch.Tensor) -> Any:
+        self.runs += 1
+        return self.fn(x)
+
+    def tensor_of(self, value: Any) -> torch.Tensor:
+        """The tensor to go on with."""
+        if isinstance(value, Mapping):
+            return cast("Mapping[str, torch.Tensor]", value)["a"]
+        return getattr(value, "rows", value)
+
+
+def copies_of(toy: Toy, work: Callable[[], Any]) -> int:
+    """Copies that ``work`` makes eagerly, between the segments of a replay."""
+    with toy.backend.graphs.counting() as counts:
+        work()
+    return counts().copies
