@@ -168,8 +168,8 @@ class BreakPoint:
         stream = made_current(scope.stream, scope.graph.backend) if record and scope and scope.stream else nullcontext()
         with self._guard.let_through() if self._guard is not None else nullcontext(), stream, one_time_work():
             result = fn(*args, **kwargs)
-            keep_until_closed(args, kwargs, result)
             result, destination = self._deliver(result)
+        keep_until_closed(args, kwargs, result)
         if record is not None and place is not None:
             cell = self.out if destination is not None and isinstance(self.out, Cell) else None
             record.calls.append(HostCall(fn, args, kwargs, place, result, cell, destination))

@@ -16,7 +16,6 @@ segment.
 
 from __future__ import annotations
 
-import contextlib
 from types import TracebackType
 
 from halma.hal.backend import DevicePart, Stream
@@ -147,24 +146,27 @@ class Branch:
 
     def __init__(self, fork: Fork) -> None:
         self._fork = fork
-        self._undo = contextlib.ExitStack()
+        self._lane = fork.workspace.lane(fork.stream.name)
         self.entered = False
 
     def __enter__(self) -> Branch:
         fork = self._fork
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(fork.workspace.lane(fork.stream.name))
-            self.entered = True
+        self._lane.__enter__()
+        self.entered = True
+        try:
             if fork.joined:  # a break came between; the side must wait for the segment that is open now
                 fork.start()
-            undo.enter_context(fork.stream)
-            self._undo = undo.pop_all()
+            fork.stream.__enter__()
+        except BaseException:
+            self._lane.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._undo.close()
+        self._fork.stream.__exit__(kind, error, trace)
+        self._lane.__exit__(None, None, None)
 
     def join(self) -> None:
         """As the end of the fork's block does; the lane's memory stays until then."""
