@@ -37,7 +37,7 @@ MUTANTS = {
     "G3-break-after-failure": (
         SCOPE,
         "if self.first_error is not None:\n            raise Cap",
-        "if 0:\n  raise Cap",
+        "if False:\n            raise Cap",
         OUTCOMES,
     ),
     "G3-abandon": (

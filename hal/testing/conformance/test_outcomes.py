@@ -122,6 +122,22 @@ def test_wherever_a_capture_throws_the_state_is_clean_and_the_first_error_is_sho
 
 
 @pytest.mark.invariant("G3")
+def test_a_failed_capture_closes_the_workspace_scopes_that_it_left_open(toy: Toy) -> None:
+    def program(throws: bool) -> torch.Tensor:
+        node = toy.workspace.enter("layer")
+        x = toy.plus(toy.x, 1.0)
+        if throws:
+            raise Injected("amid a layer")
+        toy.workspace.leave(node)
+        return x
+
+    toy.plan(lambda: program(False))
+    with pytest.raises(Injected, match="amid"):
+        toy.capture(lambda: program(True), FULL)
+    assert toy.workspace.path() == "main" and toy.capture(lambda: program(False), FULL).captured
+
+
+@pytest.mark.invariant("G3")
 @pytest.mark.parametrize("point", ["Begin", "End"])
 def test_after_a_failed_break_a_program_that_swallows_it_cannot_go_on_to_replay_fork_or_break(
     toy: Toy, point: str
