@@ -78,10 +78,18 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """An ordered queue of work. As a context manager it becomes the current stream of this thread."""
+    """An ordered queue of work. As a context manager it becomes the current stream of this thread.
+
+    Two objects that stand for one queue compare and hash equal.
+    """
 
     @property
     def name(self) -> str: ...
+    @property
+    def device(self) -> DevicePart:
+        """The device it belongs to: whoever is given a stream can ask for events and for the current stream."""
+        ...
+
     def __enter__(self) -> Stream: ...
     def __exit__(self, *exc: object) -> None: ...
     def record(self, event: Event) -> None:
@@ -165,7 +173,8 @@ class GraphPart(Protocol):
         ...
 
     def begin(self, stream: Stream, workspace: Workspace) -> None:
-        """Start recording ``stream``. Functional ops take their results from ``workspace``."""
+        """Start recording ``stream``, the current one until ``end``. Functional ops take their results from
+        ``workspace``. May be called again after ``end`` where the capability ``graph_segments`` holds."""
         ...
 
     def end(self, stream: Stream) -> Any:

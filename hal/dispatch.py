@@ -27,8 +27,13 @@ import torch
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.device_value import DeviceValue
 from halma.hal.errors import DispatchError
-from halma.hal.graph.current import current_recorder, note_launch, open_captures, refuse_other_thread
-from halma.hal.graph.scope import note_failure
+from halma.hal.graph.current import (
+    current_recorder,
+    note_failure,
+    note_launch,
+    open_captures,
+    refuse_other_thread,
+)
 from halma.hal.op_table import OpSpec, OpTable, OutRule, Spec, like, op, table
 from halma.hal.routes import OWN, REFERENCE, Call, Launcher, Requirement, RouteSpec
 from halma.hal.workspace import Workspace
@@ -227,50 +232,51 @@ class _BoundOp:
         self._plans: dict[Any, _Plan] = {}
 
     def __call__(self, *args: Any, out: Out = None, **kwargs: Any) -> Any:
-        if open_captures:
-            refuse_other_thread(f"op {self._spec.name!r}")
-        key: list[Any] = []
-        for position, value in enumerate(args):
-            kind = value.__class__
-            if kind is torch.Tensor:
-                key += (value.shape, value.dtype)
-            elif kind in _PLAIN:
-                key.append(value)
-            elif kind is DeviceValue:
-                args = (*args[:position], _unwrap(value), *args[position + 1 :])
-                key += (args[position].shape, args[position].dtype)
-            else:
-                key.append(self._key_of(value))
-        for name, value in kwargs.items():
-            if type(value) is DeviceValue:
-                kwargs[name] = value = _unwrap(value)
-            key += (name, self._key_of(value))
-        plan = self._plans.get(plan_key := tuple(key))
-        if plan is None:
-            plan = self._plans[plan_key] = self._plan(args, kwargs)
-        workspace = self._workspace
-        outputs = plan.outputs
-        if out is not None:
-            self._check_out(plan, out)
-            kwargs["out"] = out
-        elif len(outputs) == 1:
-            spec = outputs[0]
-            out = kwargs["out"] = workspace.take(spec.shape, spec.dtype)
-        elif outputs:
-            out = kwargs["out"] = tuple([workspace.take(spec.shape, spec.dtype) for spec in outputs])
-        node = workspace.enter(self._spec.name)
-        workspace.in_op += 1
         try:
-            if plan.opaque:
-                self._launch(plan, args, kwargs)
-            else:
-                plan.run(*args, ws=workspace, **kwargs)
+            if open_captures:
+                refuse_other_thread(f"op {self._spec.name!r}")
+            key: list[Any] = []
+            for position, value in enumerate(args):
+                kind = value.__class__
+                if kind is torch.Tensor:
+                    key += (value.shape, value.dtype)
+                elif kind in _PLAIN:
+                    key.append(value)
+                elif kind is DeviceValue:
+                    args = (*args[:position], _unwrap(value), *args[position + 1 :])
+                    key += (args[position].shape, args[position].dtype)
+                else:
+                    key.append(self._key_of(value))
+            for name, value in kwargs.items():
+                if type(value) is DeviceValue:
+                    kwargs[name] = value = _unwrap(value)
+                key += (name, self._key_of(value))
+            plan = self._plans.get(plan_key := tuple(key))
+            if plan is None:
+                plan = self._plans[plan_key] = self._plan(args, kwargs)
+            workspace = self._workspace
+            outputs = plan.outputs
+            if out is not None:
+                self._check_out(plan, out)
+                kwargs["out"] = out
+            elif len(outputs) == 1:
+                spec = outputs[0]
+                out = kwargs["out"] = workspace.take(spec.shape, spec.dtype)
+            elif outputs:
+                out = kwargs["out"] = tuple([workspace.take(spec.shape, spec.dtype) for spec in outputs])
+            node = workspace.enter(self._spec.name)
+            workspace.in_op += 1
+            try:
+                if plan.opaque:
+                    self._launch(plan, args, kwargs)
+                else:
+                    plan.run(*args, ws=workspace, **kwargs)
+            finally:
+                workspace.leave(node)
+                workspace.in_op -= 1
         except BaseException as error:
             note_failure(error)
             raise
-        finally:
-            workspace.leave(node)
-            workspace.in_op -= 1
         return out
 
     def _key_of(self, value: Any) -> Any:

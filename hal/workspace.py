@@ -20,78 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from halma.hal.errors import WorkspaceError
-from halma.hal.graph.current import one_time_work
+from halma.hal.graph.current import note_failure
 from halma.hal.workspace_fallback import Fallback, FallbackSlot
-
-ALIGNMENT = 256
-"""Bytes. The coarsest alignment that a vector load or a bulk copy of our targets asks for."""
+from halma.hal.workspace_plan import ALIGNMENT as ALIGNMENT
+from halma.hal.workspace_plan import Scope, Take, aligned_bytes, end_fallbacks
 
 POISON_BYTE = 0xFF
 """Every float format that we use reads 0xFF.. as NaN, every signed integer as -1."""
-
-
-def _align(size: int) -> int:
-    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-
-
-def _aligned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    with one_time_work():  # a dry run that only records must still get real memory
-        # PyTorch's CPU allocator promises 64 bytes only, so ask for more and cut.
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-        start = -memory.data_ptr() % ALIGNMENT
-        return memory[start : start + nbytes]
-
-
-class _Take:
-    """One position in a scope: the most bytes asked for, where it lies, and the views handed out."""
-
-    __slots__ = ("memory", "nbytes", "views")
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.memory: torch.Tensor | None = None
-        self.views: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
-
-
-class _Scope:
-    __slots__ = ("children", "fallbacks", "memory", "name", "next", "parent", "takes")
-
-    def __init__(self, name: str, parent: _Scope | None) -> None:
-        self.name = name
-        self.parent = parent
-        self.children: dict[str, _Scope] = {}
-        self.takes: list[_Take] = []
-        self.fallbacks: list[FallbackSlot] = []
-        self.next = 0
-        self.memory: torch.Tensor | None = None  # the bytes of all takes and fallbacks, once sealed
-
-    def path(self) -> str:
-        return self.name if self.parent is None else f"{self.parent.path()}/{self.name}"
-
-    def own_bytes(self) -> int:
-        return sum(_align(piece.nbytes) for piece in (*self.takes, *self.fallbacks))
-
-    def total_bytes(self) -> int:
-        return self.own_bytes() + max((child.total_bytes() for child in self.children.values()), default=0)
-
-    def place(self, base: int, buffer: torch.Tensor) -> None:
-        own = self.own_bytes()
-        self.memory = buffer[base : base + own]
-        offset = base
-        for take in self.takes:
-            take.memory = buffer[offset : offset + take.nbytes]
-            take.views.clear()
-            offset += _align(take.nbytes)
-        for slot in self.fallbacks:
-            slot.memory = buffer[offset : offset + slot.nbytes]
-            offset += _align(slot.nbytes)
-        for child in self.children.values():
-            child.place(offset, buffer)
-
-
-def _end_fallbacks(scope: _Scope) -> None:
-    for slot in scope.fallbacks:
-        slot.close()
 
 
 @dataclass(frozen=True)
@@ -103,6 +38,14 @@ class WorkspaceReport:
     lanes: dict[str, int]
     takes: int
     fallbacks: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of a running program in its workspace, from :meth:`Workspace.place`."""
+
+    scope: Scope
+    next: int
 
 
 class Workspace:
@@ -122,7 +65,7 @@ class Workspace:
         self.sealed = False
         self.in_op = 0
         """Depth of op calls and of the workspace's own work: at 0, arithmetic is a program's own (W5)."""
-        self._roots: dict[str, _Scope] = {"main": _Scope("main", None)}
+        self._roots: dict[str, Scope] = {"main": Scope("main", None)}
         self._current = self._roots["main"]
         self._lanes_in_use: set[str] = set()
         self._buffer: torch.Tensor | None = None
@@ -146,21 +89,21 @@ class Workspace:
         view = take.views.get(key)
         return view if view is not None else self._view(take, key, scope)
 
-    def _grow(self, scope: _Scope, shape: Sequence[int], dtype: torch.dtype) -> _Take:
+    def _grow(self, scope: Scope, shape: Sequence[int], dtype: torch.dtype) -> Take:
         if self.sealed:
             raise self._refusal(scope, shape, dtype, "the plan ends before this take")
-        take = _Take()
+        take = Take()
         scope.takes.append(take)
         return take
 
-    def _view(self, take: _Take, key: tuple[tuple[int, ...], torch.dtype], scope: _Scope) -> torch.Tensor:
+    def _view(self, take: Take, key: tuple[tuple[int, ...], torch.dtype], scope: Scope) -> torch.Tensor:
         shape, dtype = key
         nbytes = math.prod(shape) * dtype.itemsize
         if take.memory is None or nbytes > take.nbytes:
             if self.sealed:
                 raise self._refusal(scope, shape, dtype, f"{take.nbytes:,} bytes were planned at this place")
             take.nbytes = nbytes
-            take.memory = _aligned_bytes(nbytes, self.device)
+            take.memory = aligned_bytes(nbytes, self.device)
             if self.checked:
                 take.memory.fill_(POISON_BYTE)
             # Views of the smaller memory stay alive through the tensors that hold them.
@@ -193,20 +136,22 @@ class Workspace:
             scope.fallbacks.append(slot)
         if slot.memory is None or nbytes > slot.nbytes:
             slot.nbytes = nbytes
-            slot.memory = _aligned_bytes(nbytes, self.device)
+            slot.memory = aligned_bytes(nbytes, self.device)
         return slot.lend(nbytes, scope.path())
 
-    def _refusal(self, scope: _Scope, shape: Sequence[int], dtype: torch.dtype, why: str) -> WorkspaceError:
+    def _refusal(self, scope: Scope, shape: Sequence[int], dtype: torch.dtype, why: str) -> WorkspaceError:
         nbytes = math.prod(shape) * dtype.itemsize
         return self._no_growth(scope, f"{nbytes:,} bytes for {str(dtype).removeprefix('torch.')}{list(shape)}", why)
 
-    def _no_growth(self, scope: _Scope, asked: str, why: str) -> WorkspaceError:
-        return WorkspaceError(
+    def _no_growth(self, scope: Scope, asked: str, why: str) -> WorkspaceError:
+        error = WorkspaceError(
             f"the sealed workspace cannot grow in {scope.path()!r}",
             asked=asked,
             found=(why, f"{self.report().total:,} bytes are sealed in all"),
             do="include this descriptor in the dry run before seal(), or run it outside the sealed workspace",
         )
+        note_failure(error)
+        return error
 
     # -- scopes and lanes ---------------------------------------------------------------------------
 
@@ -219,19 +164,19 @@ class Workspace:
         finally:
             self.leave(node)
 
-    def enter(self, name: str) -> _Scope:
+    def enter(self, name: str) -> Scope:
         """Open a scope without the cost of a context manager (about 1 us); pair with :meth:`leave`."""
         parent = self._current
         node = parent.children.get(name)
         if node is None:
             if self.sealed:
                 raise self._no_growth(parent, f"a scope {name!r}", "the plan has no such scope here")
-            node = parent.children[name] = _Scope(name, parent)
+            node = parent.children[name] = Scope(name, parent)
         node.next = 0
         self._current = node
         return node
 
-    def leave(self, node: _Scope) -> None:
+    def leave(self, node: Scope) -> None:
         """Close the scope that :meth:`enter` opened, and every scope left open inside it.
 
         Raises:
@@ -248,7 +193,7 @@ class Workspace:
                     do="pair every enter() with one leave(), or use scope()",
                 )
             if current.fallbacks:
-                _end_fallbacks(current)
+                end_fallbacks(current)
             if self.checked:
                 self._poison(current)
             self._current = parent
@@ -274,7 +219,7 @@ class Workspace:
         if root is None:
             if self.sealed:
                 raise self._no_growth(self._current, f"a lane {name!r}", "the plan has no such lane")
-            root = self._roots[name] = _Scope(name, None)
+            root = self._roots[name] = Scope(name, None)
         outer = self._current
         root.next = 0
         self._lanes_in_use.add(name)
@@ -288,11 +233,11 @@ class Workspace:
         """Say that the fork on ``name`` was joined; poisons the lane's memory in checked mode."""
         self._lanes_in_use.discard(name)
         if name in self._roots:
-            _end_fallbacks(self._roots[name])
+            end_fallbacks(self._roots[name])
             if self.checked:
                 self._poison(self._roots[name])
 
-    def _poison(self, scope: _Scope) -> None:
+    def _poison(self, scope: Scope) -> None:
         whole = scope.memory
         pieces = [whole] if whole is not None else [take.memory for take in scope.takes]
         self.in_op += 1
@@ -301,19 +246,45 @@ class Workspace:
                 piece.fill_(POISON_BYTE)
         self.in_op -= 1
 
+    # -- places ---------------------------------------------------------------------------------------
+
+    def place(self) -> Place:
+        """Where a program stands now: the open scope and its next take."""
+        return Place(self._current, self._current.next)
+
+    @contextlib.contextmanager
+    def standing_at(self, place: Place) -> Generator[None]:
+        """Take from ``place`` until the block ends, then stand where one stood before.
+
+        So that host work between two segments takes the same memory at each replay as at the capture.
+        """
+        outer = self.place()
+        self._current, place.scope.next = place.scope, place.next
+        try:
+            yield
+        finally:
+            self._current, outer.scope.next = outer.scope, outer.next
+
+    def bytes_in_use(self) -> int:
+        """Bytes planned for the open scopes of the current lane."""
+        total, scope = 0, self._current
+        while scope is not None:
+            total, scope = total + scope.own_bytes(), scope.parent
+        return total
+
     # -- plan ---------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Close whatever an exception left open; addresses and plan stay."""
-        node: _Scope | None = self._current
+        node: Scope | None = self._current
         while node is not None:
-            _end_fallbacks(node)
+            end_fallbacks(node)
             node = node.parent
         for name in (*self._lanes_in_use, "main"):
-            _end_fallbacks(self._roots[name])
+            end_fallbacks(self._roots[name])
         self.in_op = 0
         if self.checked:
-            scope: _Scope | None = self._current
+            scope: Scope | None = self._current
             while scope is not None:
                 self._poison(scope)
                 scope = scope.parent
@@ -336,7 +307,7 @@ class Workspace:
                 found=f"scope {self._current.path()!r} is open",
                 do="leave it first; after an exception call reset()",
             )
-        _end_fallbacks(self._current)
+        end_fallbacks(self._current)
         self._current.next = 0
 
     def seal(self) -> int:
@@ -361,7 +332,7 @@ class Workspace:
                 do="join every fork first",
             )
         sizes = {name: root.total_bytes() for name, root in self._roots.items()}
-        buffer = _aligned_bytes(sum(sizes.values()), self.device)
+        buffer = aligned_bytes(sum(sizes.values()), self.device)
         if self.checked:
             buffer.fill_(POISON_BYTE)
         base = 0
@@ -391,7 +362,7 @@ class Workspace:
     def report(self) -> WorkspaceReport:
         """What is planned or sealed, in bytes."""
 
-        def every(scope: _Scope) -> Iterator[_Scope]:
+        def every(scope: Scope) -> Iterator[Scope]:
             yield scope
             for child in scope.children.values():
                 yield from every(child)

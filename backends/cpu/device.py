@@ -23,7 +23,7 @@ class CpuDevice:
 
     def __init__(self, state: StreamState) -> None:
         self._state = state
-        self._main = CpuStream(state, "main")
+        self._main = CpuStream(state, "main", self)
 
     @property
     def torch_device(self) -> torch.device:
@@ -52,7 +52,7 @@ class CpuDevice:
 
     def new_stream(self, name: str) -> CpuStream:
         """A stream of its own."""
-        return CpuStream(self._state, name)
+        return CpuStream(self._state, name, self)
 
     def new_event(self, name: str = "") -> CpuEvent:
         """An event that counts as done until it is recorded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,13 +112,22 @@ class CpuGraphs:
             undo.enter_context(stream)
             self._state.clock = recorder.clock
             undo.callback(self._forget_clock)
-            set_current_recorder(recorder, aside=recorder.aside if planning else None)
+            set_current_recorder(recorder, aside=partial(self._aside, recorder) if planning else None)
             undo.callback(set_current_recorder, None)
             undo.enter_context(recording(recorder))
             return _Open(recorder, undo.pop_all())
 
     def _forget_clock(self) -> None:
         self._state.clock = None
+
+    @contextlib.contextmanager
+    def _aside(self, recorder: Recorder) -> Generator[None]:
+        self._state.clock = None  # host work may wait for streams and events
+        try:
+            with recorder.aside():
+                yield
+        finally:
+            self._state.clock = recorder.clock
 
     def end(self, stream: Stream) -> Template:
         """Stop recording and return the tape.

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from halma.backends.cpu.lines import program_line
-from halma.hal.backend import Event, Stream
+from halma.hal.backend import DevicePart, Event, Stream
 from halma.hal.errors import CaptureError
-from halma.hal.graph.current import open_captures, refuse_other_thread
-from halma.hal.graph.scope import note_failure
+from halma.hal.graph.current import note_failure, open_captures, refuse_other_thread
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,15 @@ class CpuEvent:
 class CpuStream:
     """An ordered queue of work, done at once; see the module for what it checks during a capture."""
 
-    def __init__(self, state: StreamState, name: str) -> None:
+    def __init__(self, state: StreamState, name: str, device: DevicePart) -> None:
         self._name = name
         self._state = state
+        self._device = device
+
+    @property
+    def device(self) -> DevicePart:
+        """The device that made it."""
+        return self._device
 
     @property
     def name(self) -> str:

@@ -1,20 +1,33 @@
 """A captured program: its segments, how its capture ended, and replay.
 
-``segments = breaks + 1`` always. A full capture has one segment; the container is built for several, since
-a break is a property of the program and not of the driver.
+``segments = breaks + 1`` always. A full capture has one segment, a piecewise one a segment more than breaks.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from halma.hal.backend import Backend, GraphCounts, GraphNode, Stream
+from halma.hal.backend import Backend, GraphCounts, GraphNode, GraphPart, Stream
 from halma.hal.errors import CaptureError
+from halma.hal.graph.current import current_scope, note_failure
+from halma.hal.graph.retire import drain, follow_last_use, lease, retire
+from halma.hal.workspace import Workspace
+
+
+class CaptureMode(enum.Enum):
+    """What a break does to a capture (G5)."""
+
+    FULL = "full"
+    """One segment; a break is refused."""
+    PIECEWISE = "piecewise"
+    """Every break ends a segment and begins another."""
 
 
 class Outcome(enum.Enum):
@@ -31,10 +44,39 @@ class Outcome(enum.Enum):
 
 @dataclass
 class Segment:
-    """One begin/end pair of the driver: the template it returned and the executable made of it."""
+    """One begin/end pair of the driver: the template it returned, the executable made of it, and a census.
+
+    ``workspace_bytes`` are those of the workspace scopes that were open when it closed.
+    """
 
     template: Any
     executable: Any
+    counts: GraphCounts
+    workspace_bytes: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether a replay of it does nothing."""
+        return not (self.counts.kernels or self.counts.copies)
+
+
+class BreakFn(Protocol):
+    """What runs between two segments; see :class:`halma.hal.graph.breaks.Break`."""
+
+    name: str
+
+    @property
+    def marker(self) -> bool:
+        """Whether it only splits."""
+        ...
+
+    def __call__(self) -> None:
+        """Run it for a replay."""
+        ...
+
+    def described(self) -> GraphNode:
+        """As a node, with the host values that it was filed with (G11)."""
+        ...
 
 
 @dataclass
@@ -42,11 +84,18 @@ class CaptureCounters:
     """What captures and replays of this process did; tests and ``--json`` read them."""
 
     scopes_full: int = 0
+    scopes_piecewise: int = 0
     scopes_inert: int = 0
     scopes_failed: int = 0
     segments_captured: int = 0
+    breaks_reached: int = 0
+    """Breaks that a program came to, in a capture or not."""
+    breaks_registered: int = 0
+    """Breaks that were filed in a graph."""
+    forks_tracked: int = 0
+    forks_auto_joined: int = 0
+    """Forks that the scope joined itself, because the program had not when the segment closed."""
     replays: int = 0
-    by_descriptor: dict[Any, int] = field(default_factory=dict[Any, int])
 
     def clear(self) -> None:
         """Back to zero."""
@@ -59,23 +108,32 @@ counters = CaptureCounters()
 class BreakableGraph:
     """The container that one :class:`GraphCaptureScope` fills.
 
-    It owns executables, never tensors: outputs lie in the workspace, inputs and state belong to whoever
-    made them and must outlive it. Replaying after any of them was freed is the caller's error; the CPU
-    backend keeps them alive, a GPU does not.
+    It owns executables, and what the program's breaks need: their inputs and destinations. All other tensors
+    lie in the workspace or belong to whoever made them, who must keep them until the graph is reset. The CPU
+    backend keeps them alive, a GPU does not. Dropped or reset, its executables are destroyed as soon as no
+    capture is open (G22).
 
     Args:
         backend: the backend whose graph part captured it.
+        name: what it stands for in messages, such as its descriptor.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, name: str = "") -> None:
         self.backend = backend
+        self.name = name
         self.segments: list[Segment] = []
-        self.breaks: list[Callable[[], None]] = []
+        self.breaks: list[BreakFn] = []
         self.outcome = Outcome.EMPTY
         self.error: BaseException | None = None
         self.replays = 0
+        self.mode: CaptureMode | None = None
+        self.workspace: Workspace | None = None
         self.grad_mode: tuple[bool, bool] | None = None
         self._outputs: Any = None
+        weakref.finalize(self, _retire_all, backend.graphs, self.segments).atexit = False
+
+    def __str__(self) -> str:
+        return self.name or f"graph {id(self):#x}"
 
     @property
     def captured(self) -> bool:
@@ -111,7 +169,8 @@ class BreakableGraph:
         """Queue the program's work once and return its outputs.
 
         Raises:
-            CaptureError: not captured; the segments do not match the breaks (G1); another grad mode (G24).
+            CaptureError: not captured; the segments do not match the breaks (G1); another grad mode (G24); the
+                workspace is in use (G22); a break's result does not fit its destination (G6).
         """
         if self.outcome is not Outcome.CAPTURED:
             self.outputs()  # raises for failed and empty
@@ -135,19 +194,45 @@ class BreakableGraph:
                 f"inference={self.grad_mode and self.grad_mode[1]}",
                 do="wrap capture and replay in the same torch.no_grad()",
             )
-        graphs = self.backend.graphs
-        stream = stream or self.backend.device.current_stream()
-        graphs.replay(self.segments[0].executable, stream)
-        for segment, between in zip(self.segments[1:], self.breaks, strict=True):
-            between()
-            graphs.replay(segment.executable, stream)
+        assert self.workspace is not None
+        self._refuse_inside_a_capture()
+        drain()
+        device = self.backend.device
+        stream = stream or device.current_stream()
+        with lease(self.workspace, f"a replay of {self}"):
+            follow_last_use(self.workspace, stream, device)
+            self._replay(stream)
         self.replays += 1
         counters.replays += 1
         return self._outputs
 
+    def _refuse_inside_a_capture(self) -> None:
+        scope = current_scope()
+        if scope is not None and scope.segment_open:
+            error = CaptureError(
+                f"{self} cannot be replayed inside a capture",
+                found=f"{scope.graph} is being captured on this thread",
+                do="close the capture first, or replay in a break, on another workspace",
+            )
+            note_failure(error)
+            raise error
+
+    def _replay(self, stream: Stream) -> None:
+        graphs = self.backend.graphs
+        graphs.replay(self.segments[0].executable, stream)
+        for segment, between in zip(self.segments[1:], self.breaks, strict=True):
+            with made_current(stream, self.backend):
+                between()
+            graphs.replay(segment.executable, stream)
+
     def nodes(self) -> list[GraphNode]:
-        """Nodes of all segments in order, with their baked parameters."""
-        return [node for segment in self.segments for node in self.backend.graphs.nodes(segment.template)]
+        """Nodes of all segments in order, with their baked parameters, and a node for each break between them."""
+        found: list[GraphNode] = []
+        for position, segment in enumerate(self.segments):
+            found += self.backend.graphs.nodes(segment.template)
+            if position < len(self.breaks):
+                found.append(self.breaks[position].described())
+        return found
 
     def raw_arithmetic(self) -> list[GraphNode]:
         """Nodes that the program made itself instead of calling an op (W5): they have no contract and no routes."""
@@ -155,7 +240,7 @@ class BreakableGraph:
 
     def counts(self) -> GraphCounts:
         """Work of one replay, summed over the segments."""
-        parts = [self.backend.graphs.counts(segment.template) for segment in self.segments]
+        parts = [segment.counts for segment in self.segments]
         return GraphCounts(
             kernels=sum(p.kernels for p in parts),
             copies=sum(p.copies for p in parts),
@@ -164,13 +249,32 @@ class BreakableGraph:
         )
 
     def reset(self) -> None:
-        """Destroy the executables; the container is as new."""
-        for segment in self.segments:
-            self.backend.graphs.destroy(segment.executable)
-        self.segments.clear()
+        """Give up the executables and all that breaks pinned; the container is as new.
+
+        The executables are destroyed now or, while any capture is open, after it.
+        """
+        _retire_all(self.backend.graphs, self.segments)
         self.breaks.clear()
         self.outcome = Outcome.EMPTY
         self.error = None
         self.replays = 0
+        self.mode = None
+        self.workspace = None
         self.grad_mode = None
         self._outputs = None
+        drain()
+
+
+def _retire_all(graphs: GraphPart, segments: list[Segment]) -> None:
+    while segments:
+        retire(graphs, segments.pop(0).executable)
+
+
+@contextmanager
+def made_current(stream: Stream, backend: Backend) -> Generator[None]:
+    """``stream`` as the current one, for host work that belongs between two pieces of its work."""
+    if backend.device.current_stream() == stream:
+        yield
+    else:
+        with stream:
+            yield

@@ -1,6 +1,6 @@
 """What is being captured on this thread, if anything, and whether another thread captures.
 
-Apart from the scope so that op dispatch and the workspace, which ask often, import nothing else.
+Apart from the scope so that op dispatch, the workspace, breaks and forks, which ask often, import nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from halma.hal.errors import CaptureError
 
 if TYPE_CHECKING:
     import torch
+
+    from halma.hal.graph.scope import GraphCaptureScope
 
 
 class Recorder(Protocol):
@@ -40,9 +42,38 @@ class _State(threading.local):
     recorder: Recorder | None = None
     aside: Callable[[], AbstractContextManager[None]] | None = None
     launches: int = 0
+    scope: GraphCaptureScope | None = None
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
 
 
 _state = _State()
+
+open_scopes: dict[int, str] = {}
+"""Identity of each thread that has a scope open, inert ones included -> what it captures. A piecewise scope is
+open between its segments too, when no driver captures."""
+
+
+def current_scope() -> GraphCaptureScope | None:
+    """The scope that is open on this thread, inert ones included."""
+    return _state.scope
+
+
+def set_current_scope(scope: GraphCaptureScope | None) -> None:
+    """For the scope only."""
+    _state.scope = scope
+
+
+def note_failure(error: BaseException) -> None:
+    """Tell the open scope, if any, that something inside it raised.
+
+    Whoever catches the exception inside the scope cannot hide it: the scope ends as failed (G3). Backends call
+    it for what their streams, events and recorders refuse.
+    """
+    scope = _state.scope
+    if scope is not None:
+        scope.poison(error)
 
 
 def note_launch() -> None:
@@ -72,6 +103,16 @@ def set_current_recorder(
     """
     _state.recorder = recorder
     _state.aside = aside
+    _state.kept.clear()
+
+
+def keep_until_closed(*values: Any) -> None:
+    """Keep ``values`` alive until the dry run of this thread ends; nothing happens outside one.
+
+    What a graph will pin must not die earlier in the dry run, or the plan would recycle its memory.
+    """
+    if _state.aside is not None:
+        _state.kept.append(values)
 
 
 @contextlib.contextmanager
@@ -87,12 +128,12 @@ def one_time_work() -> Generator[bool]:
     elif aside is None:
         yield False
     else:
-        set_current_recorder(None)
+        _state.recorder = _state.aside = None
         try:
             with aside():
                 yield True
         finally:
-            set_current_recorder(recorder, aside=aside)
+            _state.recorder, _state.aside = recorder, aside
 
 
 open_captures: dict[int, str] = {}
@@ -120,15 +161,40 @@ def close_capture() -> None:
     open_captures.pop(threading.get_ident(), None)
 
 
+_forbidden: dict[int, str] = {}
+
+
+def forbid_work(why: str) -> None:
+    """Refuse ops, streams and replays of this thread until :func:`allow_work`.
+
+    For a scope whose segment is closed and will not be followed by another: a program that swallows the error
+    must not go on for real, over state that a replay was to change.
+    """
+    ident = threading.get_ident()
+    _forbidden[ident] = why
+    open_captures.setdefault(ident, why)  # so that whoever asks "is any open?" goes on to ask for the reason
+
+
+def allow_work() -> None:
+    """Undo :func:`forbid_work`."""
+    ident = threading.get_ident()
+    if _forbidden.pop(ident, None) is not None:
+        open_captures.pop(ident, None)
+
+
 def refuse_other_thread(what: str) -> None:
-    """Refuse work of a thread that does not capture while another one does.
+    """Refuse work of a thread that does not capture while another one does, and of one that :func:`forbid_work`
+    stopped.
 
     What records, records one thread, so this work would run at once, amid work that has not run yet. Ask
     ``if open_captures:`` first.
 
     Raises:
-        CaptureError: another thread captures.
+        CaptureError: another thread captures, or this one may not work now.
     """
+    why = _forbidden.get(threading.get_ident())
+    if why is not None:
+        raise CaptureError(f"{what} was called where nothing may run", found=why, do="let the first error through")
     if open_captures and threading.get_ident() not in open_captures:
         raise CaptureError(
             f"{what} was called while another thread captures a graph",

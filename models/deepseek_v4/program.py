@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from halma.hal.backend import Stream
 from halma.hal.device_value import DeviceValue
 from halma.hal.dispatch import Ops
 from halma.hal.graph.descriptor import Descriptor
+from halma.hal.graph.forks import fork
 from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.config import LayerKind, V4Config
 from halma.models.deepseek_v4.state import LayerState, V4State
@@ -27,6 +29,7 @@ class V4Model:
     """A model ready to run on one device: what a program needs besides the step's own values.
 
     Attributes:
+        side: the stream of work that runs beside the main one: the shared expert's.
         inv_freq: rope frequencies by theta: ``main`` for window layers, ``compress`` for the others [r/2].
         tap: called with intermediate values where the eager runner watches them; never in a graph.
     """
@@ -36,6 +39,7 @@ class V4Model:
     state: V4State
     ops: Ops
     workspace: Workspace
+    side: Stream
     inv_freq: dict[str, torch.Tensor]
     carrier: torch.dtype
     tap: Tap | None = None
@@ -289,7 +293,19 @@ def compress(
 
 
 def ffn(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
-    """x [M, D] -> [M, D]: the chosen experts and the shared one."""
+    """x [M, D] -> [M, D]: the chosen experts and, on a stream beside them, the shared one."""
+    ops, config = model.ops, model.config
+    with fork(model.side, model.workspace) as branch:
+        with branch:
+            shared = ops.swiglu(ops.linear(x, w.shared_gate_up), config.swiglu_limit)
+            shared = ops.linear(shared, w.shared_down)
+        routed = routed_experts(model, x, w, step)
+        branch.join()
+        return ops.add_rows(routed, shared, x.dtype)
+
+
+def routed_experts(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
+    """x [M, D] -> [M, D]: the experts that each row chooses, weighted."""
     ops, config = model.ops, model.config
     scores = ops.route_scores(x, w.gate)
     scale = config.routed_scaling_factor
@@ -300,6 +316,4 @@ def ffn(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Ten
     if model.tap is not None:
         model.tap("route_ids", ids)
         model.tap("route_weights", weights)
-    routed = ops.expert_ffn(x, ids, weights, w.gate_up, w.down, config.swiglu_limit)
-    shared = ops.swiglu(ops.linear(x, w.shared_gate_up), config.swiglu_limit)
-    return ops.add_rows(routed, ops.linear(shared, w.shared_down), x.dtype)
+    return ops.expert_ffn(x, ids, weights, w.gate_up, w.down, config.swiglu_limit)

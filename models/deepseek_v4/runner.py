@@ -122,7 +122,8 @@ class V4Runner:
             environment=options.environment_routes,
         )
         frequencies = rope_frequencies(config, dtype=carrier, device=device)
-        self.model = V4Model(config, weights, state, ops, self.workspace, frequencies, carrier, tap)
+        side = backend.device.new_stream("side")
+        self.model = V4Model(config, weights, state, ops, self.workspace, side, frequencies, carrier, tap)
         self.inputs = _allocate_inputs(options, device)
         self.ladder = GraphLadder(backend, self.workspace, enabled=options.graph, strict=options.strict)
         self.capacities = powers_of_two(self.plan.page_tokens, self.plan.pages_per_slot * self.plan.page_tokens)

@@ -12,29 +12,79 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCOPE, LADDER, GRAPH = "hal/graph/scope.py", "hal/graph/ladder.py", "hal/graph/breakable.py"
+BREAKS, CELLS, FORKS, RETIRE = (f"hal/graph/{name}.py" for name in ("breaks", "cells", "forks", "retire"))
 SCOPE_TESTS, RULES = "tests/cpu/graph/test_scope.py", "tests/cpu/model/test_graph_rules.py"
+SEAM, OUTCOMES, USERS, BREAK_TESTS, CELL_TESTS, FORK_TESTS = (
+    f"src/halma/hal/testing/conformance/test_{name}.py"
+    for name in ("seam", "outcomes", "users", "breaks", "cells", "forks")
+)
 
 MUTANTS = {
-    "G1-replay-checks-segments": (
-        GRAPH,
-        "if len(self.segments) != len(self.breaks) + 1:",
-        "if False:",
-        SCOPE_TESTS,
-    ),
-    "G2-nesting": (SCOPE, "if _current.scope is not None:", "if False:", SCOPE_TESTS),
-    "G2-container": (SCOPE, "if not self.graph.empty:", "if False:", SCOPE_TESTS),
+    "G1-replay-checks-segments": (GRAPH, "if len(self.segments) != len(self.breaks) + 1:", "if False:", SEAM),
+    "G1-break-never-entered": (SCOPE, "if self._unentered:", "if False:", SEAM),
+    "G2-nesting": (SCOPE, "if outer is None:", "if True:", SEAM),
+    "G2-container": (SCOPE, "if not self.graph.empty:", "if False:", SEAM),
+    "G2-other-threads": (SCOPE, "if open_scopes:", "if False:", SEAM),
     "G3-swallowed-exception": (
         SCOPE,
-        "        if self.first_error is None:\n            self.first_error = error\n",
-        "        pass\n",
-        SCOPE_TESTS,
+        "if self.first_error is None:\n            self.first_error = error",
+        "pass",
+        OUTCOMES,
     ),
-    "G3-failed-is-not-readable": (GRAPH, "if self.outcome is Outcome.FAILED:", "if False:", SCOPE_TESTS),
-    "G3-inert-is-not-captured": (
+    "G3-hidden-by-a-later-one": (SCOPE, "if first is not None and not _shows(error, first):", "if False:", OUTCOMES),
+    "G3-failed-is-not-readable": (GRAPH, "if self.outcome is Outcome.FAILED:", "if False:", OUTCOMES),
+    "G3-inert-is-not-captured": (SCOPE, "if self.active else Outcome.INERT", "", OUTCOMES),
+    "G3-break-after-failure": (
         SCOPE,
-        "self.graph.outcome = Outcome.INERT if",
-        "self.graph.outcome = Outcome.CAPTURED if",
-        SCOPE_TESTS,
+        "if self.first_error is not None:\n            raise Cap",
+        "if False:\n            raise Cap",
+        OUTCOMES,
+    ),
+    "G3-abandon": (
+        GRAPH.replace("breakable", "scope"),
+        "graphs.abandon(self.stream)\n            raise",
+        "raise",
+        OUTCOMES,
+    ),
+    "G3-workspace-reset": (SCOPE, "self.workspace.reset()", "pass", OUTCOMES),
+    "G5-full-refuses": (
+        SCOPE,
+        "if self.mode is CaptureMode.FULL:\n            raise",
+        "if False:\n            raise",
+        SEAM,
+    ),
+    "G6-raw-return": (BREAKS, "    if result is None:\n        return\n", "    return\n", CELL_TESTS),
+    "G6-write-back": (CELLS, "tensor.copy_(fresh)", "pass", CELL_TESTS),
+    "G6-same-form": (CELLS, "if (tensor.dtype, tensor.shape, tensor.device) != (", "if None in (", CELL_TESTS),
+    "G6-keys": (CELLS, "if fresh.keys() != destination.keys():", "if False:", CELL_TESTS),
+    "G6-one-cell-a-break": (SCOPE, "if known is not None:", "if False:", CELL_TESTS),
+    "G6-outside-host": (BREAKS, "if _is_view(func):", "if True:", CELL_TESTS),
+    "G7-inputs-pinned": (
+        BREAKS,
+        "HostCall(fn, args, kwargs,",
+        "HostCall(fn, args, __import__('weakref').WeakValueDictionary(kwargs),",
+        BREAK_TESTS,
+    ),
+    "G8-auto-join": (SCOPE, "self.forks.join_all(self.stream, self.graph.backend.device)", "pass", FORK_TESTS),
+    "G8-join-order": (FORKS, "            stream.record(event)\n            main.wait(event)\n", "", FORK_TESTS),
+    "G8-undeclared": (
+        "backends/cpu/recorder.py",
+        "for stream in self.clock.unjoined():",
+        "for stream in ():",
+        FORK_TESTS,
+    ),
+    "G8-break-on-a-side-stream": (SCOPE, "if current != self._home:", "if False:", FORK_TESTS),
+    "G9-events": ("backends/cpu/streams.py", "if event.clock is not clock or", "if None is not None or", FORK_TESTS),
+    "G22-deferred": (RETIRE, "if open_scopes or open_captures:", "if False:", USERS),
+    "G22-dropped-graphs": (GRAPH, "weakref.finalize(self, _retire_all,", "(lambda *_: id)(self, _retire_all,", USERS),
+    "G22-lease": (RETIRE, "if use.user is None:", "if True:", USERS),
+    "G22-streams": (RETIRE, "if last is not None and last != stream:", "if False:", USERS),
+    "G23-empty": (SCOPE, "if not self.allow_empty:", "if False:", SEAM),
+    "W6-lane-kept-until-its-readers": (
+        FORKS,
+        "        self.joined = True\n        forks",
+        "        self.joined = True\n        self.workspace.release_lane(self.stream.name)\n        forks",
+        FORK_TESTS,
     ),
     "G15-key": (
         "hal/graph/descriptor.py",
@@ -42,7 +92,7 @@ MUTANTS = {
         '    variant: str = field(default="", compare=False)\n',
         SCOPE_TESTS,
     ),
-    "G24-grad-mode": (GRAPH, "if mode != self.grad_mode:", "if False:", SCOPE_TESTS),
+    "G24-grad-mode": (GRAPH, "if mode != self.grad_mode:", "if False:", SEAM),
     "G4-off-still-captures": (
         "models/deepseek_v4/runner.py",
         "enabled=options.graph, strict",

@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from halma.backends.cpu.backend import CpuBackend
-from halma.hal.graph.current import current_recorder, open_captures
-from halma.hal.graph.scope import current_scope
+from halma.hal.graph.current import current_recorder, current_scope, open_captures
 
 
 @pytest.fixture

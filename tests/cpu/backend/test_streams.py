@@ -269,7 +269,8 @@ def test_another_threads_work_is_refused_while_a_capture_is_open_and_only_then(b
         device.new_event("e"),
         device.new_stream("other"),
     )
-    done = capture(backend, lambda: x + 1).segments[0].executable
+    graph = capture(backend, lambda: x + 1)
+    done = graph.segments[0].executable
     sealed, stream = Workspace(), device.current_stream()
     sealed.seal()
 

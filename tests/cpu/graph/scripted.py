@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from halma.hal.backend import GraphCounts, GraphNode
+from halma.hal.capabilities import Capabilities
 
 
 class Failure(RuntimeError):
@@ -57,7 +58,7 @@ class ScriptedGraphs:
         self._note("replay")
 
     def destroy(self, executable: Any) -> None:
-        self.log.append("destroy")
+        self._note("destroy")
         self.live -= 1
 
     def nodes(self, template: Any) -> list[GraphNode]:
@@ -74,4 +75,9 @@ class ScriptedGraphs:
 def scripted_backend(**kwargs: Any) -> Any:
     """A backend of which only graphs and the current stream exist."""
     graphs = ScriptedGraphs(**kwargs)
-    return SimpleNamespace(name="scripted", graphs=graphs, device=SimpleNamespace(current_stream=lambda: "stream"))
+    return SimpleNamespace(
+        name="scripted",
+        graphs=graphs,
+        device=SimpleNamespace(current_stream=lambda: "stream"),
+        capabilities=Capabilities(graph_segments=True),
+    )

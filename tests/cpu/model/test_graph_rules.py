@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 import torch
 
 import halma
+from halma.hal.errors import CaptureError
 from halma.hal.graph.baked import baked_values
-from halma.hal.graph.breakable import BreakableGraph
+from halma.hal.graph.breakable import BreakableGraph, counters
+from halma.hal.graph.forks import Fork
 from halma.hal.graph.scope import GraphCaptureScope
 from halma.models.deepseek_v4.program import decode_step
 from halma.models.deepseek_v4.runner import V4Runner
@@ -177,3 +180,69 @@ def test_a_planned_step_runs():
     chosen, logits = runner.step(runner.decode_descriptor(1, 100, "greedy"))
     assert chosen.shape == (1,) and logits.shape == (1, runner.config.vocab_size)
     assert halma.backend("cpu").graphs.unsupported() is None
+
+
+# -- the shared expert beside the routed ones (G8) ----------------------------------------------------------
+
+
+class Undeclared:
+    """A fork that tells nobody: entering it a second time just moves to the stream and its lane."""
+
+    def __init__(self, stream, workspace):
+        self.stream, self.workspace, self.undo, self.depth = stream, workspace, ExitStack(), 0
+
+    def __enter__(self):
+        self.depth += 1
+        if self.depth == 2:
+            self.undo.enter_context(self.workspace.lane(self.stream.name))
+            self.undo.enter_context(self.stream)
+        return self
+
+    def __exit__(self, *exc):
+        self.depth -= 1
+        self.undo.close()
+        if self.depth == 0:
+            self.workspace.release_lane(self.stream.name)
+
+    def join(self):
+        return None
+
+
+class NeverJoined(Fork):
+    """A fork whose join does nothing until the block is over."""
+
+    def join(self):
+        return None
+
+
+@pytest.mark.invariant("G8")
+def test_a_fork_of_the_model_that_nobody_declared_is_found_by_the_clocks(monkeypatch):
+    monkeypatch.setattr("halma.models.deepseek_v4.program.fork", Undeclared)
+    runner = small_runner("exact")
+    with pytest.raises(CaptureError, match=r"work on stream 'side', which never joined the capture"):
+        captured(runner)
+    monkeypatch.undo()
+    assert captured(runner).captured
+
+
+@pytest.mark.invariant("G8")
+def test_a_model_that_reads_the_shared_expert_before_its_join_is_a_race(monkeypatch):
+    monkeypatch.setattr("halma.models.deepseek_v4.program.fork", NeverJoined)
+    runner = small_runner("exact")
+    with pytest.raises(CaptureError, match=r"two streams touch the same memory in no order[\s\S]*stream 'side'"):
+        captured(runner)  # the scope joins what is out at the end, which is too late for the sum
+    monkeypatch.undo()
+    assert captured(runner).captured
+
+
+@pytest.mark.invariant("G8", control=True)
+def test_the_shared_expert_of_every_layer_runs_beside_the_routed_ones():
+    counters.clear()
+    runner = small_runner("exact")
+    graph = captured(runner)
+    assert counters.forks_tracked == runner.config.num_hidden_layers and counters.forks_auto_joined == 0
+    (segment,) = graph.segments
+    streams = {node.stamp.stream.name for node in segment.template.nodes}
+    assert streams == {"main", "side"} and set(runner.workspace.report().lanes) == {"main", "side"}
+    beside = [node for node in segment.template.nodes if node.stamp.stream.name == "side"]
+    assert len(beside) >= 3 * runner.config.num_hidden_layers
