@@ -84,7 +84,7 @@ class CaptureSession:
         self.switch = settings().graph_switch if switch is None else switch
         self.strict = strict
         self.inputs = inputs or None
-        self.executables = executables or process_pool(backend)
+        self.executables = process_pool(backend) if executables is None else executables  # an empty pool is false
         self.order = "as called"
         self.eager_steps: dict[str, int] = {}
         self._stages = Stages(
