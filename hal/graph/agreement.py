@@ -107,7 +107,7 @@ def settle(agreement: Agreement, vote: Vote) -> str | None:
         difference = _difference(votes[0], other)
         if difference is not None:
             raise CaptureError(
-                f"ranks do not agree on what to capture: {difference[0]}",
+                f"ranks do not agree on what to capture: they differ in {difference[0]}",
                 found=(f"rank 0: {difference[1]}", f"rank {rank}: {difference[2]}"),
                 do="give every rank the same settings (HALMA_GRAPH...), ladder, order and model",
             )
@@ -120,12 +120,12 @@ def settle(agreement: Agreement, vote: Vote) -> str | None:
 def _difference(first: Vote, other: Vote) -> tuple[str, str, str] | None:
     """(what differs, the first's value, the other's), or None."""
     if first.stage != other.stage:
-        return "they are at different stages", first.stage, other.stage
+        return "their stage", first.stage, other.stage
     for position, (one, two) in enumerate(zip(first.subjects, other.subjects, strict=False)):
         if one != two:
-            return f"subject {position} of {first.stage}", one, two
+            return f"entry {position} of {first.stage}", one, two
     if len(first.subjects) != len(other.subjects):
         shorter = min(len(first.subjects), len(other.subjects))
         ends = [vote.subjects[shorter] if len(vote.subjects) > shorter else "nothing" for vote in (first, other)]
-        return f"subject {shorter} of {first.stage}", ends[0], ends[1]
+        return f"entry {shorter} of {first.stage}", ends[0], ends[1]
     return None

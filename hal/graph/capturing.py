@@ -103,7 +103,7 @@ class Stages:
             CaptureError, or what the program raised: it failed, here or on another rank.
         """
         name, begin = str(entry.descriptor), time.perf_counter()
-        subjects = (repr(entry.descriptor), off or "captured")
+        subjects = (name, off or "captured")
         reason = self.together(f"the warm-up of {name}", lambda: off or self._warm_up(entry, held), subjects, entry)
         if reason is None:
             reason = self.together(f"the capture of {name}", lambda: self._record(entry, held), subjects, entry)

@@ -123,7 +123,7 @@ class CaptureSession:
         entry = self._entries[descriptor] = Entry(descriptor, program)
         if self.workspace.sealed:
             return self._capture(entry)
-        self._stages.together(f"the plan of {descriptor}", lambda: self._stages.plan(entry), (repr(descriptor),), entry)
+        self._stages.together(f"the plan of {descriptor}", lambda: self._stages.plan(entry), (str(descriptor),), entry)
         self._waiting.append(entry)
         return None
 
@@ -189,7 +189,7 @@ class CaptureSession:
     def _subjects(self, wanted: Sequence[Descriptor], order: str) -> tuple[str, ...]:
         """What all ranks must have in common before anything is captured."""
         modes = [f"{role}: {self.off_reason(role) or 'captured'}" for role in sorted({one.role for one in wanted})]
-        return (f"{self.kind}, {order}", *modes, *(repr(one) for one in wanted))
+        return (f"{self.kind}, {order}", *modes, *map(str, wanted))
 
     def _plan_and_seal(self, entries: Sequence[Entry]) -> None:
         for entry in entries:

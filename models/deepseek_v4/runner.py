@@ -180,7 +180,9 @@ class V4Runner:
         order: str = "descending",
     ) -> None:
         """Plan the descriptors, seal the workspace, capture. Every later step must fit what was planned."""
-        self.capture_into(self.session, list(self.descriptors() if descriptors is None else descriptors), progress, order)
+        self.capture_into(
+            self.session, list(self.descriptors() if descriptors is None else descriptors), progress, order
+        )
 
     def capture_into(
         self,

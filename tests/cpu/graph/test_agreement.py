@@ -35,10 +35,10 @@ class Votes:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Vote("ladder", ("captured", "a", "c")), "subject 2 of ladder"),
-        (Vote("ladder", ("off", "a", "b")), "subject 0 of ladder"),
+        (Vote("ladder", ("captured", "a", "c")), "entry 2 of ladder"),
+        (Vote("ladder", ("off", "a", "b")), "entry 0 of ladder"),
         (Vote("ladder", ("captured", "a")), "rank 1: nothing"),
-        (Vote("capture", ("captured", "a", "b")), "different stages"),
+        (Vote("capture", ("captured", "a", "b")), "differ in their stage"),
         (Vote("ladder", ("captured", "a", "b"), error="ValueError: no"), "rank 1: ValueError: no"),
     ],
     ids=["descriptor", "mode", "fewer", "stage", "failure"],
@@ -157,7 +157,7 @@ def test_two_ranks_that_agree_capture_everything(tmp_path: Path) -> None:
     ("case", "message"),
     [
         ("mode", "decode: capture is switched off"),
-        ("ladder", "num_requests=4"),
+        ("ladder", "rank 0: decode(8 tokens, 8 requests)"),
         ("order", "persistent, ascending"),
     ],
 )
