@@ -6,7 +6,7 @@ Each step reads rows of ``x``, takes what it needs in between from the session's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,7 +95,7 @@ class Toy:
 
 
 @contextmanager
-def session_on(backend: Backend, kind: str = "persistent", **options: Any) -> Iterator[CaptureSession]:
+def session_on(backend: Backend, kind: str = "persistent", **options: Any) -> Generator[CaptureSession]:
     """A session on a workspace of its own; closed at the end, whatever its kind."""
     session = CaptureSession(backend, Workspace(backend.device.torch_device), kind, **options)
     try:
