@@ -165,13 +165,14 @@ class CaptureSession:
         """
         self._refuse_use("capture_all()")
         wanted = list(descriptors)
+        entries: dict[Descriptor, Entry] = {}
         subjects = self._subjects(wanted, order)
-        self._stages.together("the ladder", lambda: self._accept(wanted, order, limit), subjects)
-        entries = {one: Entry(one, program_of(one)) for one in ordered(wanted, order)}
+        self._stages.together(
+            "the ladder", lambda: entries.update(self._accepted(wanted, program_of, order, limit)), subjects
+        )
         if not self.workspace.sealed:
             largest_first = ordered(wanted if plan is None else plan, "descending")
-            planned = [entries.get(one) or Entry(one, program_of(one)) for one in largest_first]
-            self._stages.together("planning", lambda: self._plan_and_seal(planned))
+            self._stages.together("planning", lambda: self._plan_and_seal(largest_first, entries, program_of))
         self.order = order
         for entry in entries.values():
             self._entries[entry.descriptor] = entry
@@ -179,21 +180,34 @@ class CaptureSession:
             if progress is not None:
                 progress(entry.descriptor)
 
-    def _accept(self, wanted: Sequence[Descriptor], order: str, limit: int | None) -> None:
+    def _accepted(
+        self, wanted: Sequence[Descriptor], program_of: Callable[[Descriptor], Program], order: str, limit: int | None
+    ) -> dict[Descriptor, Entry]:
+        """The ladder in order of capture, once nothing speaks against it."""
         refuse_unfit(wanted, limit=limit)
-        ordered(wanted, order)
         for one in wanted:
-            if one in self._entries:
-                raise CaptureError(f"{one} was captured already", do="capture a descriptor once, or forget() it first")
+            known = self._entries.get(one)
+            if known is not None:
+                raise CaptureError(
+                    f"{one} was captured already" if known.graph is not None else f"{one} was tried already",
+                    found=known.why_not or "its graph is in use",
+                    do="capture a descriptor once; forget() one that stayed eager to have it tried again",
+                )
+        return {one: Entry(one, program_of(one)) for one in ordered(wanted, order)}
 
     def _subjects(self, wanted: Sequence[Descriptor], order: str) -> tuple[str, ...]:
         """What all ranks must have in common before anything is captured."""
         modes = [f"{role}: {self.off_reason(role) or 'captured'}" for role in sorted({one.role for one in wanted})]
         return (f"{self.kind}, {order}", *modes, *map(str, wanted))
 
-    def _plan_and_seal(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self._stages.plan(entry)
+    def _plan_and_seal(
+        self,
+        largest_first: Sequence[Descriptor],
+        entries: dict[Descriptor, Entry],
+        program_of: Callable[[Descriptor], Program],
+    ) -> None:
+        for one in largest_first:
+            self._stages.plan(entries.get(one) or Entry(one, program_of(one)))
         self._seal()
 
     def _seal(self) -> None:
