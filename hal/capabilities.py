@@ -50,6 +50,10 @@ class Capabilities:
     """The host values baked into a captured graph can be listed (needed for the double-capture check)."""
     graph_executable_limit: int | None | Unknown = UNKNOWN
     """Live executables that the driver allows in a process; None: no limit known to matter."""
+    graph_reinstantiate: bool | Unknown = UNKNOWN
+    """A template can be instantiated again after its executable was destroyed, so executables can be recycled."""
+    memory_info_exact: bool | Unknown = UNKNOWN
+    """Free memory falls by exactly what this process takes, so that a capture's cost can be read from it."""
     graph_debug_dump: bool | Unknown = UNKNOWN
     """A graph can be written out for inspection."""
     thread_local_capture: bool | Unknown = UNKNOWN

@@ -52,6 +52,36 @@ def _setting(variable: str, parse: Callable[[str], Any], default: Any, shown: st
     return field(default_factory=lambda: default, metadata=facts)  # a mapping is not accepted as a plain default
 
 
+GRAPH_ROLES: Final = ("decode", "draft", "verify", "prefill", "ffn")
+"""Roles of descriptors that have a capture switch of their own."""
+
+
+@dataclass(frozen=True)
+class GraphSwitch:
+    """Whether steps may be captured, for all roles and by role.
+
+    Attributes:
+        on: False: nothing is captured (``HALMA_GRAPH=0``).
+        roles_off: roles that run eagerly while the others are captured (``HALMA_GRAPH_DECODE=0``, ...).
+    """
+
+    on: bool = True
+    roles_off: frozenset[str] = frozenset()
+
+    def off_reason(self, role: str) -> str | None:
+        """Why steps of ``role`` are not captured, or None. Roles without a switch follow the one for all."""
+        if not self.on:
+            return "capture is switched off"
+        if role in self.roles_off:
+            return f"capture of {role} is switched off"
+        return None
+
+
+def _role_switch(role: str) -> Any:
+    meaning = f"1: {role} steps are captured; 0: they run eagerly, other roles as HALMA_GRAPH says"
+    return _setting(f"HALMA_GRAPH_{role.upper()}", _switch, True, "1", meaning)
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings in effect; see :func:`settings`. The meaning of a field is in its metadata and :func:`describe`."""
@@ -81,6 +111,16 @@ class Settings:
         "HALMA_STRICT", _switch, False, "0", "1: what would only be reported (a fallback, a broken plugin) is an error"
     )
     log: str = _setting("HALMA_LOG", _level, "warning", "warning", "least level to log: " + ", ".join(LOG_LEVELS))
+    graph_decode: bool = _role_switch("decode")
+    graph_draft: bool = _role_switch("draft")
+    graph_verify: bool = _role_switch("verify")
+    graph_prefill: bool = _role_switch("prefill")
+    graph_ffn: bool = _role_switch("ffn")
+
+    @property
+    def graph_switch(self) -> GraphSwitch:
+        """``HALMA_GRAPH`` and its switches by role, as one value."""
+        return GraphSwitch(self.graph, frozenset(role for role in GRAPH_ROLES if not getattr(self, f"graph_{role}")))
 
 
 @dataclass(frozen=True)

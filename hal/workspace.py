@@ -274,6 +274,18 @@ class Workspace:
 
     # -- plan ---------------------------------------------------------------------------------------
 
+    def sibling(self) -> Workspace:
+        """An empty workspace of the same kind, with a plan and memory of its own: for work to be given back."""
+        return Workspace(self.device, checked=self.checked)
+
+    def discard(self) -> None:
+        """Give all memory back, for good: every later take is refused. Tensors still held keep theirs alive."""
+        self.reset()
+        self._roots = {"main": _Scope("main", None)}
+        self._current = self._roots["main"]
+        self._buffer = None
+        self.sealed = True
+
     def reset(self) -> None:
         """Close whatever an exception left open; addresses and plan stay."""
         node: Scope | None = self._current

@@ -39,6 +39,8 @@ class CpuBackend:
             graph_segments=graph_capture,
             graph_parameters=graph_capture,
             graph_executable_limit=None,
+            graph_reinstantiate=graph_capture,
+            memory_info_exact=False,  # it is the whole machine's
             graph_debug_dump=False,
             thread_local_capture=False,  # another thread's work is refused while a capture is open
             pool_freed_by_reset=True,

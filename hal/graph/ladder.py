@@ -1,141 +1,161 @@
-"""The descriptors of a program and their graphs, chosen by whole-key equality."""
+"""Ladders: the descriptors that a program is captured for, made so that nothing reachable falls between them.
+
+A ladder is a plain tuple. Its largest descriptor is exactly the largest step there can be (G16): a grid of sizes
+that stops short of it leaves the fullest batches without a graph, and only load shows it
+(vllm-project/vllm#54933).
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from halma.hal.backend import Backend, GraphCounts
-from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.errors import CaptureError
-from halma.hal.graph.breakable import BreakableGraph, Outcome
 from halma.hal.graph.descriptor import Descriptor
-from halma.hal.graph.scope import GraphCaptureScope
-from halma.hal.workspace import Workspace
 
 
-@dataclass(frozen=True)
-class LadderRow:
-    """What became of one descriptor: ``why_not`` is empty where it was captured."""
-
-    descriptor: Descriptor
-    outcome: Outcome
-    milliseconds: float
-    counts: GraphCounts
-    replays: int
-    why_not: str
+def doubling(smallest: int, largest: int) -> tuple[int, ...]:
+    """smallest, twice that, ... up to and always including ``largest``."""
+    sizes = [smallest]
+    while sizes[-1] < largest:
+        sizes.append(min(sizes[-1] * 2, largest))
+    return tuple(sizes)
 
 
-class GraphLadder:
-    """Graphs of one program, by descriptor.
+def decode_ladder(
+    max_requests: int,
+    *,
+    sizes: Sequence[int] | None = None,
+    query_lens: Sequence[int] = (1,),
+    context_capacities: Sequence[int] = (0,),
+    role: str = "decode",
+    variants: Sequence[str] = ("",),
+    limit: int | None = None,
+) -> tuple[Descriptor, ...]:
+    """Every descriptor of a uniform step: each number of requests with each width, context and variant.
 
     Args:
-        backend: captures and replays.
-        workspace: sealed, holds what every descriptor needs.
-        enabled: the capture switch; off means that every step runs eagerly, with that reason.
-        strict: a step that would run eagerly though capture is on is an error (``HALMA_STRICT=1``).
+        max_requests: the widest step; always in the ladder, whatever ``sizes`` says.
+        sizes: numbers of requests; by default 1, 2, 4, ... up to the maximum.
+        query_lens: tokens a request that can occur: (1,), or every width that speculation can reach.
+        context_capacities: context lengths that shapes are made for.
+        role, variants: as in :class:`Descriptor`.
+        limit: requests that the program's state holds.
+
+    Raises:
+        CaptureError: a size below 1, above ``max_requests`` or above ``limit``; a duplicate.
     """
+    chosen = list(doubling(1, max_requests) if sizes is None else sizes)
+    if max_requests not in chosen:
+        chosen.append(max_requests)
+    made = tuple(
+        Descriptor(role, size, query_len, capacity, variant)
+        for capacity in context_capacities
+        for variant in variants
+        for query_len in query_lens
+        for size in chosen
+    )
+    refuse_unfit(made, limit=max_requests if limit is None else min(limit, max_requests))
+    return made
 
-    def __init__(self, backend: Backend, workspace: Workspace, *, enabled: bool = True, strict: bool = False) -> None:
-        self.backend = backend
-        self.workspace = workspace
-        self.enabled = enabled
-        self.strict = strict
-        self._graphs: dict[Descriptor, BreakableGraph] = {}
-        self._times: dict[Descriptor, float] = {}
-        self.eager_steps: dict[str, int] = {}
 
-    def __len__(self) -> int:
-        return sum(graph.captured for graph in self._graphs.values())
+def ladder(
+    *,
+    limit: int | None = None,
+    query_lens: Sequence[int] = (1,),
+    context_capacities: Sequence[int] = (0,),
+    variants: Sequence[str] = ("",),
+    **roles: int | Sequence[int],
+) -> tuple[Descriptor, ...]:
+    """Ladders of several roles: ``ladder(decode=[1, 2, 4, 8], verify=8, query_lens=(1, 2))``.
 
-    @property
-    def replays(self) -> int:
-        """Steps that were replayed, over all descriptors."""
-        return sum(graph.replays for graph in self._graphs.values())
+    A number is the role's maximum, a list its sizes, of which the largest is the maximum.
 
-    def unavailable(self) -> str | None:
-        """Why nothing at all is captured, or None."""
-        return "capture is switched off" if not self.enabled else self.backend.graphs.unsupported()
+    Raises:
+        CaptureError: as :func:`decode_ladder`; a role without sizes.
+    """
+    made: list[Descriptor] = []
+    for role, sizes in roles.items():
+        if not isinstance(sizes, int) and not sizes:
+            raise CaptureError(f"the ladder of {role} is empty", asked=f"{role}=[]", do="name at least one size")
+        made += decode_ladder(
+            sizes if isinstance(sizes, int) else max(sizes),
+            sizes=None if isinstance(sizes, int) else sizes,
+            query_lens=query_lens,
+            context_capacities=context_capacities,
+            role=role,
+            variants=variants,
+            limit=limit,
+        )
+    return tuple(made)
 
-    def capture(self, descriptor: Descriptor, program: Callable[[], Any]) -> BreakableGraph:
-        """Capture ``program`` for ``descriptor``.
 
-        Raises:
-            CaptureError: the descriptor was captured already, the workspace is not sealed, or the capture
-                itself failed.
-        """
-        if descriptor in self._graphs:
+def refuse_unfit(descriptors: Iterable[Descriptor], *, limit: int | None = None) -> None:
+    """Refuse a ladder that cannot be captured as it stands.
+
+    Raises:
+        CaptureError: a descriptor occurs twice, holds nothing, or has more requests than ``limit``; it is named.
+    """
+    seen: set[Descriptor] = set()
+    for one in descriptors:
+        if one.num_requests < 1 or one.query_len < 1:
             raise CaptureError(
-                f"{descriptor} was captured already",
-                found=f"{len(self._graphs)} descriptors",
+                f"{one} holds nothing",
+                found=f"{one.num_requests} requests of {one.query_len} tokens",
+                do="sizes and widths of a ladder start at 1",
+            )
+        if limit is not None and one.num_requests > limit:
+            raise CaptureError(
+                f"{one} is wider than what it runs on",
+                asked=f"{one.num_requests} requests",
+                found=f"the state holds {limit}",
+                do=f"leave out sizes above {limit}, or make the state for {one.num_requests} requests",
+            )
+        if one in seen:
+            raise CaptureError(
+                f"{one} is in the ladder twice",
                 do="every descriptor of a ladder is captured once; drop the duplicate",
             )
-        if not self.workspace.sealed:
-            raise CaptureError(
-                "the workspace must be sealed before the first capture",
-                found="its addresses may still move",
-                do="dry-run the largest descriptors, then seal()",
-            )
-        graph = BreakableGraph(self.backend)
-        begin = time.perf_counter()
-        self.workspace.start()
-        with GraphCaptureScope(graph, self.workspace, enabled=self.enabled):
-            graph.set_outputs(program())
-        self._graphs[descriptor] = graph
-        self._times[descriptor] = (time.perf_counter() - begin) * 1e3
-        return graph
+        seen.add(one)
 
-    def capture_all(
-        self,
-        descriptors: Iterable[Descriptor],
-        program: Callable[[Descriptor], Callable[[], Any]],
-        progress: Callable[[Descriptor], None] | None = None,
-    ) -> None:
-        """Capture one graph a descriptor, in the order given."""
-        for descriptor in descriptors:
-            self.capture(descriptor, program(descriptor))
-            if progress is not None:
-                progress(descriptor)
 
-    def find(self, descriptor: Descriptor) -> BreakableGraph | None:
-        """The graph captured for exactly this descriptor; None is recorded with its reason.
+def fit(
+    descriptors: Iterable[Descriptor],
+    *,
+    role: str,
+    num_requests: int,
+    query_len: int = 1,
+    context: int = 0,
+    variant: str = "",
+) -> Descriptor | None:
+    """The smallest descriptor that holds a step, or None where none does; the step is then padded up to it.
 
-        Raises:
-            CaptureError: there is none, capture is on, and the ladder is strict.
-        """
-        graph = self._graphs.get(descriptor)
-        if graph is not None and graph.captured:
-            return graph
-        reason = self.unavailable() or f"no graph: {descriptor} was not captured"
-        if self.strict and self.enabled:
-            raise CaptureError(
-                f"{descriptor} would run eagerly, and HALMA_STRICT forbids it",
-                found=(reason, f"{len(self)} descriptors are captured"),
-                do="capture this descriptor, or unset HALMA_STRICT",
-            )
-        self.eager_steps[reason] = self.eager_steps.get(reason, 0) + 1
-        decisions.record(Decision("graph", str(descriptor), "eager", (Candidate("eager", True, reason),)))
-        return None
+    Smallest by rows, then by context. Pad before anything is built from the step's shape.
+    """
+    return min(
+        (
+            one
+            for one in descriptors
+            if one.num_requests >= num_requests
+            and one.query_len >= query_len
+            and one.context_capacity >= context
+            and one.role == role
+            and one.variant == variant
+        ),
+        key=_size,
+        default=None,
+    )
 
-    def rows(self) -> list[LadderRow]:
-        """One row a descriptor, in order of capture."""
-        return [
-            LadderRow(
-                descriptor,
-                graph.outcome,
-                self._times[descriptor],
-                graph.counts() if graph.captured else GraphCounts(),
-                graph.replays,
-                "" if graph.captured else (self.unavailable() or str(graph.error)),
-            )
-            for descriptor, graph in self._graphs.items()
-        ]
 
-    def reset(self) -> None:
-        """Destroy every graph."""
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
-        self._times.clear()
+def _size(one: Descriptor) -> tuple[int, int, int]:
+    return (one.num_tokens, one.context_capacity, one.num_requests)
+
+
+def largest_of(descriptors: Sequence[Descriptor]) -> Descriptor:
+    """One descriptor as large as all of them in every direction; it need not be among them."""
+    return replace(
+        descriptors[0],
+        num_requests=max(one.num_requests for one in descriptors),
+        query_len=max(one.query_len for one in descriptors),
+        context_capacity=max(one.context_capacity for one in descriptors),
+    )

@@ -222,9 +222,9 @@ class Engine:
         self._mark(active)
 
     def _run(self, descriptor: object) -> None:
-        replays = self.runner.ladder.replays
+        replays = self.runner.session.replays
         self.runner.step(descriptor)  # type: ignore[arg-type]
-        if self.runner.ladder.replays > replays:
+        if self.runner.session.replays > replays:
             self.counters.replayed += 1
         else:
             self.counters.eager += 1

@@ -5,7 +5,7 @@ The runner knows shapes and graphs; it does not know requests. :mod:`halma.model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,8 +14,10 @@ from halma.hal.backend import Backend
 from halma.hal.dispatch import Ops
 from halma.hal.errors import RequestError
 from halma.hal.graph.descriptor import Descriptor
-from halma.hal.graph.ladder import GraphLadder
+from halma.hal.graph.ladder import decode_ladder, doubling, fit, largest_of
+from halma.hal.graph.session import CaptureSession
 from halma.hal.registry import default_registry
+from halma.hal.settings import GraphSwitch
 from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.program import StepInputs, Tap, V4Model, decode_step, prefill_step
@@ -35,12 +37,15 @@ class RunnerOptions:
         chunk: most prompt tokens in one step.
         batches: numbers of requests that decode is captured for; the maximum is always among them.
         graph: capture and replay; off means that every step runs eagerly.
+        eager_roles: roles that run eagerly though ``graph`` is on.
         capture_prefill: capture prefill chunks too. Worth it where prompts keep coming; a graph that is
             replayed once costs more than it saves.
         strict: a step that would run eagerly though ``graph`` is on is an error; prefill is captured then.
         checked: poison the workspace's memory as it is freed.
         arithmetic: ``exact`` or ``shipping``, as the weights were loaded.
         index_format: ``index_fp4`` or ``index_fp8`` keys in shipping arithmetic.
+        budget: most bytes that workspace and graphs may take; None: no limit.
+        reserve: bytes of free device memory that captures must leave.
         pages: pages of the compressed stores; all requests at full length by default.
         routes: op name to route name, explicit choices.
     """
@@ -50,22 +55,22 @@ class RunnerOptions:
     chunk: int = 64
     batches: tuple[int, ...] = (1,)
     graph: bool = True
+    eager_roles: frozenset[str] = frozenset()
     capture_prefill: bool = False
     strict: bool = False
     checked: bool = False
     arithmetic: str = "exact"
     index_format: str = "index_fp4"
+    budget: int | None = None
+    reserve: int = 0
     pages: int | None = None
     routes: Mapping[str, str] | None = None
     environment_routes: Mapping[str, str] | None = None
 
-
-def powers_of_two(smallest: int, largest: int) -> tuple[int, ...]:
-    """smallest, twice that, ... up to and always including ``largest``."""
-    sizes = [smallest]
-    while sizes[-1] < largest:
-        sizes.append(min(sizes[-1] * 2, largest))
-    return tuple(sizes)
+    @property
+    def switch(self) -> GraphSwitch:
+        """What may be captured."""
+        return GraphSwitch(self.graph, self.eager_roles)
 
 
 class V4Runner:
@@ -115,48 +120,56 @@ class V4Runner:
         state = build_state(config, self.plan, formats, dtype=carrier, device=device, ring=ring)
         self.workspace = Workspace(device, checked=options.checked)
         default_registry().load_routes()
-        ops = Ops(
-            self.workspace,
-            backend=backend.name,
-            routes=options.routes,
-            environment=options.environment_routes,
-        )
         frequencies = rope_frequencies(config, dtype=carrier, device=device)
         side = backend.device.new_stream("side")
+        ops = self._ops(self.workspace)
         self.model = V4Model(config, weights, state, ops, self.workspace, side, frequencies, carrier, tap)
         self.inputs = _allocate_inputs(options, device)
-        self.ladder = GraphLadder(backend, self.workspace, enabled=options.graph, strict=options.strict)
-        self.capacities = powers_of_two(self.plan.page_tokens, self.plan.pages_per_slot * self.plan.page_tokens)
-        self.batches = tuple(sorted({b for b in options.batches if b < options.max_requests} | {options.max_requests}))
-        self.chunks = powers_of_two(min(8, options.chunk), options.chunk)
+        self.session = CaptureSession(
+            backend,
+            self.workspace,
+            "persistent",
+            switch=options.switch,
+            strict=options.strict,
+            budget=options.budget,
+            reserve=options.reserve,
+        )
+        self.capacities = doubling(self.plan.page_tokens, self.plan.pages_per_slot * self.plan.page_tokens)
+        self.chunks = doubling(min(8, options.chunk), options.chunk)
+        self._decode = decode_ladder(
+            options.max_requests,
+            sizes=sorted({b for b in options.batches if b < options.max_requests}),
+            context_capacities=self.capacities,
+        )
+        self._prefill = decode_ladder(
+            1, query_lens=self.chunks, context_capacities=self.capacities, role="prefill", limit=options.max_requests
+        )
+
+    def _ops(self, workspace: Workspace) -> Ops:
+        return Ops(
+            workspace,
+            backend=self.backend.name,
+            routes=self.options.routes,
+            environment=self.options.environment_routes,
+        )
 
     # -- shapes -------------------------------------------------------------------------------------
 
     def decode_descriptor(self, requests: int, context: int, variant: str) -> Descriptor:
         """The smallest decode descriptor that holds ``requests`` and, after the step, ``context`` tokens."""
-        batch = next(b for b in self.batches if b >= requests)
-        return Descriptor("decode", batch, 1, self._capacity(context), variant)
+        return _held(
+            fit(self._decode, role="decode", num_requests=requests, context=context), requests, 1, context, variant
+        )
 
     def prefill_descriptor(self, tokens: int, context: int, variant: str) -> Descriptor:
         """The smallest one-request prefill descriptor for ``tokens`` new tokens and ``context`` after them."""
-        length = next(length for length in self.chunks if length >= tokens)
-        return Descriptor("prefill", 1, length, self._capacity(context), variant)
-
-    def _capacity(self, context: int) -> int:
-        return next(capacity for capacity in self.capacities if capacity >= context)
+        found = fit(self._prefill, role="prefill", num_requests=1, query_len=tokens, context=context)
+        return _held(found, 1, tokens, context, variant)
 
     def descriptors(self, variants: Iterable[str] = ("greedy",)) -> list[Descriptor]:
         """The whole ladder: decode and prefill, every capacity, largest first."""
-        found = [
-            Descriptor(role, batch, length, capacity, variant)
-            for capacity in self.capacities
-            for variant in variants
-            for role, batch, length in (
-                *(("decode", batch, 1) for batch in self.batches),
-                *(("prefill", 1, length) for length in self.chunks),
-            )
-        ]
-        return sorted(found, key=lambda d: (d.num_tokens, d.context_capacity, d.role, d.variant), reverse=True)
+        made = [replace(one, variant=variant) for one in (*self._decode, *self._prefill) for variant in variants]
+        return sorted(made, key=lambda d: (d.num_tokens, d.context_capacity, d.role, d.variant), reverse=True)
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -164,20 +177,35 @@ class V4Runner:
         self,
         descriptors: Iterable[Descriptor] | None = None,
         progress: Callable[[Descriptor], None] | None = None,
+        order: str = "descending",
     ) -> None:
-        """Dry-run the descriptors, seal the workspace, capture. Every later step must fit what was planned."""
-        wanted = list(self.descriptors() if descriptors is None else descriptors)
+        """Plan the descriptors, seal the workspace, capture. Every later step must fit what was planned."""
+        self.capture_into(
+            self.session, list(self.descriptors() if descriptors is None else descriptors), progress, order
+        )
+
+    def capture_into(
+        self,
+        session: CaptureSession,
+        wanted: Sequence[Descriptor],
+        progress: Callable[[Descriptor], None] | None = None,
+        order: str = "descending",
+    ) -> None:
+        """Capture ``wanted`` in a session of this runner's backend; the steps take memory from its workspace."""
+        own = session.workspace is self.workspace
+        ops = self.model.ops if own else self._ops(session.workspace)
+        model = replace(self.model, workspace=session.workspace, ops=ops, tap=None)
+        prefill = self.options.capture_prefill or self.options.strict
         self.clear_inputs()
         with torch.no_grad():
-            for descriptor in self._representatives(wanted):
-                self.workspace.start()
-                self.backend.graphs.dry_run(self._program(descriptor, watched=False), self.workspace)
-            self.workspace.seal()
-            if self.ladder.unavailable() is None:
-                captured = [
-                    d for d in wanted if d.role != "prefill" or self.options.capture_prefill or self.options.strict
-                ]
-                self.ladder.capture_all(captured, self._program, progress)
+            session.capture_all(
+                [one for one in wanted if one.role != "prefill" or prefill],
+                lambda descriptor: self._program(descriptor, model),
+                order,
+                progress,
+                plan=self._representatives(wanted),
+                limit=self.options.max_requests,
+            )
 
     def _representatives(self, descriptors: Iterable[Descriptor]) -> list[Descriptor]:
         """The largest of every kind of step: programs of one kind take memory in the same places.
@@ -190,22 +218,11 @@ class V4Runner:
                 k.indexed and d.context_capacity // k.ratio > self.config.index_topk for k in self.config.layers
             )
             kinds.setdefault((d.role, d.variant, indexed, d.num_tokens == 1), []).append(d)
-        return [
-            replace(
-                group[0],
-                num_requests=max(d.num_requests for d in group),
-                query_len=max(d.query_len for d in group),
-                context_capacity=max(d.context_capacity for d in group),
-            )
-            for group in kinds.values()
-        ]
+        return [largest_of(group) for group in kinds.values()]
 
-    def _program(
-        self, descriptor: Descriptor, *, watched: bool = True
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    def _program(self, descriptor: Descriptor, model: V4Model) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         inputs = self.step_inputs(descriptor)
         step = decode_step if descriptor.role == "decode" else prefill_step
-        model = self.model if watched else replace(self.model, tap=None)
 
         def program() -> tuple[torch.Tensor, torch.Tensor]:
             return step(model, inputs, descriptor)
@@ -238,15 +255,25 @@ class V4Runner:
         Returns (next tokens [R], logits [R, V]); both are overwritten by the next step.
         """
         with torch.no_grad():
-            graph = self.ladder.find(descriptor)
+            graph = self.session.find(descriptor)
             if graph is not None:
                 return graph.replay()
             self.workspace.start()
-            return self._program(descriptor)()
+            return self._program(descriptor, self.model)()
 
     def close(self) -> None:
         """Destroy the graphs."""
-        self.ladder.reset()
+        self.session.close()
+
+
+def _held(found: Descriptor | None, requests: int, tokens: int, context: int, variant: str) -> Descriptor:
+    if found is None:
+        raise RequestError(
+            "no shape of this runner holds the step",
+            asked=f"{requests} requests of {tokens} tokens, {context} tokens of context",
+            do="raise max_requests, chunk or max_context of its options",
+        )
+    return replace(found, variant=variant)
 
 
 def _allocate_inputs(options: RunnerOptions, device: torch.device) -> StepInputs:

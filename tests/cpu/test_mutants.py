@@ -18,6 +18,10 @@ SEAM, OUTCOMES, USERS, BREAK_TESTS, CELL_TESTS, FORK_TESTS = (
     f"src/halma/hal/testing/conformance/test_{name}.py"
     for name in ("seam", "outcomes", "users", "breaks", "cells", "forks")
 )
+SESSION, STAGES, EXECUTABLES = "hal/graph/session.py", "hal/graph/capturing.py", "hal/graph/executables.py"
+BUDGET, AGREEMENT = "hal/graph/budget.py", "hal/graph/agreement.py"
+SUITE = "src/halma/hal/testing/conformance"
+BUDGET_TESTS, EXECUTABLE_TESTS = "tests/cpu/graph/test_budget.py", "tests/cpu/graph/test_executables.py"
 
 MUTANTS = {
     "G1-replay-checks-segments": (GRAPH, "if len(self.segments) != len(self.breaks) + 1:", "if False:", SEAM),
@@ -90,14 +94,70 @@ MUTANTS = {
         "hal/graph/descriptor.py",
         '    variant: str = ""\n',
         '    variant: str = field(default="", compare=False)\n',
-        SCOPE_TESTS,
+        f"{SUITE}/test_session.py",
     ),
     "G24-grad-mode": (GRAPH, "if mode != self.grad_mode:", "if False:", SEAM),
     "G4-off-still-captures": (
         "models/deepseek_v4/runner.py",
-        "enabled=options.graph, strict",
-        "enabled=True, strict",
+        "GraphSwitch(self.graph, self.eager_roles)",
+        "GraphSwitch(True, self.eager_roles)",
         RULES,
+    ),
+    "G4-role-still-captures": (
+        "hal/settings.py",
+        "if role in self.roles_off:",
+        "if False:",
+        "tests/cpu/graph/test_role_switches.py",
+    ),
+    "G16-exact-maximum": (
+        "hal/graph/ladder.py",
+        "if max_requests not in chosen:",
+        "if False:",
+        f"{SUITE}/test_ladder.py",
+    ),
+    "G18-planned-by-the-first": (
+        SESSION,
+        'ordered(wanted if plan is None else plan, "descending")',
+        "ordered(wanted, order)[:1]",
+        f"{SUITE}/test_session.py",
+    ),
+    "G19-scratch-on-the-caller's-workspace": (
+        SESSION,
+        'workspace.sibling() if kind == "scratch" else workspace',
+        "workspace",
+        f"{SUITE}/test_session.py",
+    ),
+    "G20-budget": (
+        BUDGET,
+        "if self.limit is not None and held + predicted > self.limit:",
+        "if False:",
+        BUDGET_TESTS,
+    ),
+    "G20-reserve": (BUDGET, "if memory.free - predicted < self.reserve:", "if False:", BUDGET_TESTS),
+    "G20-negative-cache": (SESSION, "if known is not None and known.why_not:", "if False:", BUDGET_TESTS),
+    "G21-recycling": (
+        EXECUTABLES,
+        "while self.limit is not None and len(self._live) >= self.limit:",
+        "while False:",
+        EXECUTABLE_TESTS,
+    ),
+    "G21-refused-beforehand": (
+        STAGES,
+        "refusal = refusal or self.executables.refusal(self._most_segments)",
+        "pass",
+        EXECUTABLE_TESTS,
+    ),
+    "G26-failure": (
+        AGREEMENT,
+        "failed = [rank for rank, other in enumerate(votes) if other.error]",
+        "failed = []",
+        "tests/cpu/graph/test_agreement.py::test_the_first_difference_is_named_with_its_rank",
+    ),
+    "G26-difference": (
+        AGREEMENT,
+        "if difference is not None:",
+        "if False:",
+        "tests/cpu/graph/test_agreement.py::test_the_first_difference_is_named_with_its_rank",
     ),
     "W1-growth": (
         "hal/workspace.py",

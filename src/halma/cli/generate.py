@@ -67,6 +67,7 @@ def generate(
         max_requests=min(batch, len(prompts)),
         chunk=chunk,
         graph=settings().graph if graph is None else graph,
+        eager_roles=settings().graph_switch.roles_off,
         checked=settings().checked,
         strict=settings().strict,
         arithmetic=default_arithmetic(chosen, arithmetic),
@@ -216,10 +217,10 @@ def _result(loaded: Loaded, engine: Engine, generations: list[Generation], run: 
         ],
         "seconds": {"first_step": run.prefill_seconds, "decode": run.seconds},
         "graphs": {
-            "captured": len(runner.ladder),
+            "captured": len(runner.session),
             "replayed_steps": engine.counters.replayed,
             "eager_steps": engine.counters.eager,
-            "why_eager": runner.ladder.eager_steps,
+            "why_eager": runner.session.eager_steps,
         },
         "memory_bytes": {
             "weights": loaded.weight_bytes,

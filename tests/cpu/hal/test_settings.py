@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from halma.hal.errors import SettingError
-from halma.hal.settings import Settings, describe, markdown_table, refuse_unknown, settings
+from halma.hal.settings import GRAPH_ROLES, Settings, describe, markdown_table, refuse_unknown, settings
 
 pytestmark = pytest.mark.torchfree
 
@@ -19,6 +19,8 @@ GOOD = [
     ("HALMA_GRAPH", "0", "graph", False),
     ("HALMA_GRAPH", "1", "graph", True),
     ("HALMA_GRAPH", "", "graph", True),
+    ("HALMA_GRAPH_DECODE", "0", "graph_decode", False),
+    ("HALMA_GRAPH_FFN", "0", "graph_ffn", False),
     ("HALMA_CHECKED", "1", "checked", True),
     ("HALMA_STRICT", "1", "strict", True),
     ("HALMA_ROUTE", "a=x, b = y", "routes", {"a": "x", "b": "y"}),
@@ -64,6 +66,20 @@ def test_the_environment_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not settings().graph
     monkeypatch.setenv("HALMA_GRAPH", "1")
     assert settings().graph
+
+
+@pytest.mark.parametrize("role", GRAPH_ROLES)
+def test_a_role_has_a_switch_of_its_own(role: str) -> None:
+    switch = settings({f"HALMA_GRAPH_{role.upper()}": "0"}).graph_switch
+    reasons = {other: switch.off_reason(other) for other in GRAPH_ROLES}
+    assert reasons.pop(role) == f"capture of {role} is switched off"
+    assert set(reasons.values()) == {None}
+
+
+def test_the_switch_for_all_goes_before_those_by_role() -> None:
+    switch = settings({"HALMA_GRAPH": "0", "HALMA_GRAPH_DRAFT": "0"}).graph_switch
+    assert {switch.off_reason(role) for role in (*GRAPH_ROLES, "other")} == {"capture is switched off"}
+    assert settings({}).graph_switch.off_reason("other") is None
 
 
 def test_unknown_variables_are_refused_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,180 @@
+"""The stages of one capture: warm-up, synchronise, a vote that is also a barrier, capture, a vote on it.
+
+A session says what is captured; here is how. Nothing here is kept but what :class:`Meter` learns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from halma.hal.backend import Backend, Stream
+from halma.hal.errors import CaptureError
+from halma.hal.graph.agreement import Agreement, Vote, settle
+from halma.hal.graph.breakable import BreakableGraph, Outcome
+from halma.hal.graph.budget import MemoryBudget, Meter
+from halma.hal.graph.descriptor import Descriptor
+from halma.hal.graph.executables import ExecutablePool, PooledBackend
+from halma.hal.graph.scope import GraphCaptureScope
+from halma.hal.workspace import Workspace
+
+Program = Callable[[], Any]
+"""One step: takes its memory from the session's workspace and returns its outputs."""
+
+
+class SessionInputs(Protocol):
+    """What a session asks of a program's persistent inputs."""
+
+    def check(self, step: object = None) -> None:
+        """Refuse a replay for which an input was not refreshed (G12)."""
+        ...
+
+    def consume(self, stream: Stream | None = None) -> None:
+        """A replay on ``stream`` takes them."""
+        ...
+
+    def valid_work(self) -> None:
+        """Fill them with work for warm-up and capture (G13)."""
+        ...
+
+
+@dataclass
+class Entry:
+    """What is known about one descriptor. ``why_not`` is the negative cache: what stands there is not tried again."""
+
+    descriptor: Descriptor
+    program: Program
+    graph: BreakableGraph | None = None
+    outcome: Outcome = Outcome.EMPTY
+    warm: bool = False
+    milliseconds: float = 0.0
+    bytes: int = 0
+    held: int = 0
+    why_not: str = ""
+
+
+class Stages:
+    """Takes descriptors through their stages.
+
+    Args:
+        backend, workspace: of the session.
+        budget, executables: what a capture may need.
+        agreement: the ranks that capture together.
+        inputs: the programs' persistent inputs, if there are any.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        workspace: Workspace,
+        budget: MemoryBudget,
+        executables: ExecutablePool,
+        agreement: Agreement,
+        inputs: SessionInputs | None,
+    ) -> None:
+        self.backend = backend
+        self.workspace = workspace
+        self.budget = budget
+        self.executables = executables
+        self.agreement = agreement
+        self.inputs = inputs
+        self.meter = Meter(exact=backend.capabilities.memory_info_exact is True)
+        self._pooled = cast("Backend", PooledBackend(backend, executables))
+        self._most_segments = 1
+
+    def plan(self, entry: Entry) -> None:
+        """Show the workspace every take. A backend that has to run the program for that has warmed it up, too."""
+        if self.inputs is not None:
+            self.inputs.valid_work()
+        self.workspace.start()
+        self.backend.graphs.dry_run(entry.program, self.workspace)
+        entry.warm = True
+
+    def capture(self, entry: Entry, held: int, off: str | None) -> None:
+        """Take ``entry`` from warm-up to its graph, or to the reason why it stays eager.
+
+        Args:
+            held: bytes that the session holds already.
+            off: why its role is not captured at all, or None.
+
+        Raises:
+            CaptureError, or what the program raised: it failed, here or on another rank.
+        """
+        name, begin = str(entry.descriptor), time.perf_counter()
+        subjects = (name, off or "captured")
+        reason = self.together(f"the warm-up of {name}", lambda: off or self._warm_up(entry, held), subjects, entry)
+        if reason is None:
+            reason = self.together(f"the capture of {name}", lambda: self._record(entry, held), subjects, entry)
+        entry.milliseconds = (time.perf_counter() - begin) * 1e3
+        if reason is not None:
+            _drop(entry, reason, Outcome.INERT if off else Outcome.EMPTY)
+        entry.held = held + entry.bytes
+
+    def _warm_up(self, entry: Entry, held: int) -> str:
+        """Everything before the first call to the driver. Returns why this rank stays eager, or nothing."""
+        device, predicted = self.backend.device, self.meter.predicted()
+        refusal = self.budget.refusal(held=held, predicted=predicted, memory=device.memory_info())
+        refusal = refusal or self.executables.refusal(self._most_segments)
+        if refusal:
+            return refusal
+        if not entry.warm:
+            self.plan(entry)
+        # Work of the warm-up that still runs when recording begins would be part of neither.
+        device.synchronize()
+        return ""
+
+    def _record(self, entry: Entry, held: int) -> str:
+        """Capture. Returns why the graph must go again, or nothing."""
+        device = self.backend.device
+        before = device.memory_info()
+        graph = entry.graph = BreakableGraph(self._pooled)
+        self.workspace.start()
+        with GraphCaptureScope(graph, self.workspace):
+            graph.set_outputs(entry.program())
+        after = device.memory_info()
+        entry.outcome = graph.outcome
+        entry.bytes = self.meter.charge(before, after)
+        self._most_segments = max(self._most_segments, len(graph.segments))
+        refusal = self.budget.refusal(held=held + entry.bytes, predicted=0, memory=after)
+        return f"it took {entry.bytes:,} bytes: {refusal}" if refusal else ""
+
+    def together(
+        self,
+        stage: str,
+        work: Callable[[], str | None],
+        subjects: tuple[str, ...] = (),
+        entry: Entry | None = None,
+    ) -> str | None:
+        """Do ``work``, then vote on it with the other ranks; only then raise what went wrong.
+
+        Returns why all ranks stay eager: the text that ``work`` returned on one of them.
+        """
+        failure: Exception | None = None
+        refusal: str | None = None
+        try:
+            refusal = work()
+        except Exception as error:
+            failure = error
+            self.workspace.reset()
+        text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+        vote = Vote(stage, subjects, refusal or "", text)
+        try:
+            reason = settle(self.agreement, vote)
+        except CaptureError as disagreement:
+            if entry is not None:
+                _drop(entry, disagreement.what, Outcome.FAILED)
+            raise
+        if failure is not None:
+            if entry is not None:
+                _drop(entry, f"it failed: {text}", Outcome.FAILED)
+            raise failure
+        return reason
+
+
+def _drop(entry: Entry, why_not: str, outcome: Outcome) -> None:
+    if entry.graph is not None:
+        entry.graph.reset()
+    entry.graph, entry.bytes = None, 0
+    entry.why_not, entry.outcome = why_not, outcome

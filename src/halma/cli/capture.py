@@ -1,0 +1,208 @@
+"""``halma capture``: a model's ladder, captured, and what each descriptor cost or why it stays eager."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halma.cli.output import emit_json, print_table, progress_bar
+from halma.hal.errors import RequestError
+from halma.hal.settings import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from halma.hal.graph.descriptor import Descriptor
+    from halma.hal.graph.session_report import SessionReport
+    from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def capture(
+    model: Annotated[str, typer.Option(help="A checkpoint directory, or tiny-v4, which comes with halma.")] = "tiny-v4",
+    backend: Annotated[str | None, typer.Option(help="cpu, cuda, musa or a plugin's name.")] = None,
+    order: Annotated[str, typer.Option(help="descending, ascending or shuffled(SEED); none of them matters.")] = (
+        "descending"
+    ),
+    scratch: Annotated[bool, typer.Option(help="In a scratch session, which gives everything back.")] = False,
+    budget: Annotated[str | None, typer.Option(help="Most bytes for workspace and graphs: 512MiB, 2GiB.")] = None,
+    reserve: Annotated[str, typer.Option(help="Bytes of free memory that captures must leave: 512MiB.")] = "0",
+    max_requests: Annotated[int, typer.Option(help="Requests that the state holds; the ladder's exact maximum.")] = 4,
+    sizes: Annotated[str | None, typer.Option(help="Numbers of requests to capture: 1,2,4; default: doubling.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of the longest request.")] = 512,
+    chunk: Annotated[int, typer.Option(help="Most prompt tokens in one step.")] = 64,
+    compare_unshared: Annotated[
+        bool, typer.Option("--compare-unshared", help="Capture each graph in a workspace of its own, too.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a picture of memory over capture order.")] = None,
+) -> None:
+    """Capture a model's ladder and report each descriptor: nodes, milliseconds, bytes, why not."""
+    import halma
+
+    limit = None if budget is None else byte_count("--budget", budget)
+    left = byte_count("--reserve", reserve)
+    chosen = halma.backend(backend)  # before torch is imported: a wrong name is answered at once
+    wanted = _sizes(sizes, max_requests, order, limit, left)
+    from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model, with_need
+    from halma.models.deepseek_v4.runner import RunnerOptions
+
+    source = resolve_model(model)
+    options = RunnerOptions(
+        max_requests=max_requests,
+        chunk=chunk,
+        batches=wanted,
+        graph=settings().graph,
+        eager_roles=settings().graph_switch.roles_off,
+        capture_prefill=True,
+        checked=settings().checked,
+        budget=limit,
+        reserve=left,
+        arithmetic=default_arithmetic(chosen, None),
+        environment_routes=settings().routes,
+    )
+    options = with_need(options, context, source.config)
+    with progress_bar("loading", disable=json) as loading:
+        loaded = load_v4(source, chosen, options, progress=loading)
+    result = _measure(loaded.runner, order, scratch=scratch, compare=compare_unshared, show_progress=not json)
+    document = {"schema": "halma.capture/1", "model": loaded.name, **_limits(options), **result}
+    if html is not None:
+        _write_page(html, document)
+    if json:
+        emit_json(document)
+    else:
+        _print(document)
+
+
+def byte_count(option: str, text: str) -> int:
+    """``4096``, ``512MiB``, ``1.5GB`` as bytes; KiB and its like are powers of 1024, KB and its like of 1000.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    found = _BYTES.fullmatch(text.strip())
+    if found is None:
+        raise RequestError(
+            f"{option} takes a number of bytes", asked=f"{option} {text}", do=f"{option} 512MiB, or {option} 536870912"
+        )
+    power = " kmgt".index(found[2].lower() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def _sizes(text: str | None, max_requests: int, order: str, budget: int | None, reserve: int) -> tuple[int, ...]:
+    """The numbers of requests, after everything that can be refused without a model was."""
+    from halma.hal.graph.budget import MemoryBudget
+    from halma.hal.graph.ladder import decode_ladder
+    from halma.hal.graph.orders import ordered
+
+    if max_requests < 1:
+        raise RequestError("a ladder needs a request", asked=f"--max-requests {max_requests}", do="1 or more")
+    try:
+        sizes = None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise RequestError("sizes must be integers", asked=f"--sizes {text}", do="--sizes 1,2,4") from None
+    MemoryBudget(budget, reserve)
+    ordered((), order)
+    return tuple(one.num_requests for one in decode_ladder(max_requests, sizes=sizes))
+
+
+def _limits(options: RunnerOptions) -> dict[str, Any]:
+    return {
+        "max_requests": options.max_requests,
+        "context": options.max_context,
+        "budget_bytes": options.budget,
+        "reserve_bytes": options.reserve,
+    }
+
+
+def _measure(runner: V4Runner, order: str, *, scratch: bool, compare: bool, show_progress: bool) -> dict[str, Any]:
+    from halma.models.deepseek_v4.profiling import profile, unshared
+
+    descriptors = runner.descriptors()
+    begin = time.perf_counter()
+    with _capturing("capturing", len(descriptors), show_progress) as progress:
+        if scratch:
+            report = profile(runner, descriptors, order=order, progress=progress)
+        else:
+            runner.prepare(descriptors, progress, order)
+            report = runner.session.report()
+    result = {"seconds": round(time.perf_counter() - begin, 3), **report.as_json()}
+    if compare:
+        with _capturing("capturing unshared", len(descriptors), show_progress) as progress:
+            apart = unshared(runner, [row.descriptor for row in report.rows], progress=progress)
+        result["unshared"] = _compared(report, apart)
+    runner.close()
+    return result
+
+
+def _compared(report: SessionReport, apart: list[SessionReport]) -> dict[str, Any]:
+    """The same ladder, each graph with its own workspace, beside the shared one."""
+    total = sum(one.total_bytes for one in apart)
+    return {
+        "total_bytes": total,
+        "saved_bytes": total - report.total_bytes,
+        "times": round(total / report.total_bytes, 2) if report.total_bytes else 0.0,
+        "descriptors": [one.total_bytes for one in apart],
+    }
+
+
+@contextmanager
+def _capturing(label: str, total: int, show: bool) -> Iterator[Callable[[Descriptor], None]]:
+    with progress_bar(label, total=total, disable=not show) as advance:
+        done = itertools.count(1)
+        yield lambda descriptor: advance(next(done), total, str(descriptor))
+
+
+def _write_page(path: Path, document: dict[str, Any]) -> None:
+    from halma.cli.capture_page import page
+
+    try:
+        path.write_text(page(document), encoding="utf-8")
+    except OSError as error:
+        raise RequestError(
+            "the page cannot be written", asked=f"--html {path}", found=error.strerror or str(error)
+        ) from error
+    print(f"halma: wrote {path}", file=sys.stderr)
+
+
+def _print(document: dict[str, Any]) -> None:
+    rows = [
+        (
+            row["descriptor"],
+            row["nodes"] if not row["why_not"] else "-",
+            f"{row['milliseconds']:.1f}",
+            f"{row['bytes']:,}",
+            row["why_not"],
+        )
+        for row in document["descriptors"]
+    ]
+    title = (
+        f"{document['model']} on {document['backend']}, {document['kind']}, {document['order']}: "
+        f"{document['captured']} of {len(rows)} captured"
+    )
+    print_table(("descriptor", "nodes", "ms", "bytes", "why not"), rows, title=title)
+    summary = [
+        ("evidence", document["evidence"]),
+        ("workspace", f"{document['workspace_bytes']:,} bytes, shared by all"),
+        ("graphs", _beyond(document)),
+        ("total", f"{document['total_bytes']:,} bytes"),
+    ]
+    if "unshared" in document:
+        apart = document["unshared"]
+        summary.append(("unshared", f"{apart['total_bytes']:,} bytes, {apart['times']:g} times as many"))
+    print_table(("", ""), summary, title="")
+
+
+def _beyond(document: dict[str, Any]) -> str:
+    if document["graph_bytes_measured"]:
+        return f"{document['graph_bytes']:,} bytes beyond it, from the driver's free memory"
+    return "no tensors beyond it; free memory here is not this process's alone, so nothing else is charged"
