@@ -21,6 +21,7 @@ import torch
 
 from halma.hal.errors import WorkspaceError
 from halma.hal.graph.current import one_time_work
+from halma.hal.graph.outputs import Generations
 from halma.hal.workspace_fallback import Fallback, FallbackSlot
 
 ALIGNMENT = 256
@@ -122,6 +123,8 @@ class Workspace:
         self.sealed = False
         self.in_op = 0
         """Depth of op calls and of the workspace's own work: at 0, arithmetic is a program's own (W5)."""
+        self.generations = Generations()
+        """Replays that wrote into this memory (G14)."""
         self._roots: dict[str, _Scope] = {"main": _Scope("main", None)}
         self._current = self._roots["main"]
         self._lanes_in_use: set[str] = set()

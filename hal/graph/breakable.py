@@ -15,6 +15,9 @@ import torch
 
 from halma.hal.backend import Backend, GraphCounts, GraphNode, Stream
 from halma.hal.errors import CaptureError
+from halma.hal.graph.inputs import InputSet
+from halma.hal.graph.outputs import Generation, guard
+from halma.hal.workspace import Workspace
 
 
 class Outcome(enum.Enum):
@@ -75,7 +78,11 @@ class BreakableGraph:
         self.error: BaseException | None = None
         self.replays = 0
         self.grad_mode: tuple[bool, bool] | None = None
+        self.inputs = InputSet()
+        """What a replay reads and must find fresh (G12); the caller's to set, a reset leaves it."""
+        self.workspace: Workspace | None = None
         self._outputs: Any = None
+        self._generation: Generation | None = None
 
     @property
     def captured(self) -> bool:
@@ -105,13 +112,14 @@ class BreakableGraph:
             ) from self.error
         if self.outcome is Outcome.EMPTY:
             raise CaptureError("nothing was captured yet", do="open a GraphCaptureScope on this graph first")
-        return self._outputs
+        return self._outputs if self._generation is None else guard(self._outputs, self._generation)
 
     def replay(self, stream: Stream | None = None) -> Any:
-        """Queue the program's work once and return its outputs.
+        """Queue the program's work once and return its outputs, valid until the next replay on their workspace.
 
         Raises:
             CaptureError: not captured; the segments do not match the breaks (G1); another grad mode (G24).
+            StaleInputError: an input was not refreshed since its last replay (G12).
         """
         if self.outcome is not Outcome.CAPTURED:
             self.outputs()  # raises for failed and empty
@@ -137,13 +145,18 @@ class BreakableGraph:
             )
         graphs = self.backend.graphs
         stream = stream or self.backend.device.current_stream()
+        self.inputs.check()
+        self.inputs.consume(stream)
+        if self.workspace is not None:
+            generation = self.workspace.generations.next(self)
+            self._generation = generation if self.workspace.checked else None
         graphs.replay(self.segments[0].executable, stream)
         for segment, between in zip(self.segments[1:], self.breaks, strict=True):
             between()
             graphs.replay(segment.executable, stream)
         self.replays += 1
         counters.replays += 1
-        return self._outputs
+        return self.outputs()
 
     def nodes(self) -> list[GraphNode]:
         """Nodes of all segments in order, with their baked parameters."""
@@ -173,4 +186,6 @@ class BreakableGraph:
         self.error = None
         self.replays = 0
         self.grad_mode = None
+        self.workspace = None
         self._outputs = None
+        self._generation = None

@@ -98,6 +98,7 @@ class GraphCaptureScope:
         self._segment_open = True
         counters.scopes_full += 1
         self.graph.grad_mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        self.graph.workspace = self.workspace
         _current.scope = self
         return self
 
