@@ -17,6 +17,7 @@ from halma.hal.graph.scope import GraphCaptureScope
 from halma.hal.workspace import Workspace
 
 Program = Callable[[Workspace], Any]
+Make = Callable[..., Workspace]
 F32 = torch.float32
 
 
@@ -52,3 +53,15 @@ def numbers(backend: Backend, *shape: int, start: float = 0.0) -> torch.Tensor:
 def like(workspace: Workspace, tensor: torch.Tensor) -> torch.Tensor:
     """Workspace memory of a tensor's shape and dtype."""
     return workspace.take(tensor.shape, tensor.dtype)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a contiguous tensor begins and ends."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def empty(backend: Backend) -> Workspace:
+    """A sealed workspace that holds nothing, for programs that take nothing."""
+    workspace = Workspace(backend.device.torch_device)
+    workspace.seal()
+    return workspace

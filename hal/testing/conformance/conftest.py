@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from halma.hal.backend import Backend
 from halma.hal.graph.current import current_recorder, open_captures
 from halma.hal.graph.scope import current_scope
+from halma.hal.testing.conformance.capturing import Make
+from halma.hal.workspace import Workspace
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -49,3 +52,9 @@ def listing(capturing: Backend) -> Backend:
     if not found:
         pytest.skip(f"capability graph_parameters is {found}")
     return capturing
+
+
+@pytest.fixture(scope="session")
+def make(halma_backend: Backend) -> Make:
+    """``make(checked=...)``: an empty workspace on the backend's device."""
+    return partial(Workspace, halma_backend.device.torch_device)

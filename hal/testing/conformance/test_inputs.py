@@ -1,4 +1,4 @@
-"""Persistent inputs: refreshed or refused (G12), padding and capture-time work declared (G13), a failing query (G25)."""
+"""Inputs: refreshed or refused (G12), padding and capture-time work declared (G13), a failing query (G25)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError, StaleInputError
 from halma.hal.graph.breakable import BreakableGraph
 from halma.hal.graph.inputs import InputSet, PersistentInput, persistent_input
-from halma.hal.testing.conformance.capturing import F32, captured, numbers
+from halma.hal.testing.conformance.capturing import F32, captured, empty, numbers
 from halma.hal.workspace import Workspace
 
 
@@ -131,12 +131,6 @@ def test_a_refresh_inside_a_capture_is_refused(capturing: Backend) -> None:
     for write in (lambda: x.refresh(rows), x.keep, x.valid_work):
         with pytest.raises(CaptureError, match="'x' cannot take .* inside a capture"):
             captured(capturing, lambda _, write=write: write(), empty(capturing))
-
-
-def empty(backend: Backend) -> Workspace:
-    workspace = Workspace(backend.device.torch_device)
-    workspace.seal()
-    return workspace
 
 
 @pytest.mark.parametrize(
