@@ -38,9 +38,14 @@ def no_gradients_and_nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def capturing(halma_backend: Backend) -> Backend:
-    """The backend, where it can capture; the test is skipped in the backend's own words where it cannot."""
+    """The backend, where it can capture; the test is skipped in the backend's own words where it cannot.
+
+    One that declares the capability and then cannot is at fault (B8).
+    """
     reason = halma_backend.graphs.unsupported()
     if reason is not None:
+        if halma_backend.capabilities.graph_capture:
+            pytest.fail(f"the capability graph_capture is declared, and yet: {reason}")
         pytest.skip(reason)
     return halma_backend
 

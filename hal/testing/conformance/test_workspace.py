@@ -79,6 +79,7 @@ def test_the_planned_program_runs_after_the_seal(make: Make) -> None:
     assert workspace.report().total == total == 512
 
 
+@pytest.mark.invariant("W4")
 def test_sealing_twice_or_inside_a_scope_is_refused(make: Make) -> None:
     workspace = make()
     with workspace.scope("open"), pytest.raises(WorkspaceError, match="'main/open' is open"):
