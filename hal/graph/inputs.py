@@ -172,20 +172,15 @@ class PersistentInput:
         self.fresh = False
         self.counters.last_source = "capture"
 
-    def check(self) -> None:
-        """Refuse what a replay must not read.
+    def check_place(self) -> None:
+        """Refuse memory that is not what graphs were captured with.
 
         Raises:
-            StaleInputError: neither refreshed nor kept since the last replay.
-            CaptureError: its memory was replaced.
+            CaptureError: the tensor was replaced or moved.
         """
         if self.tensor.data_ptr() != self._address:
             raise self._refused(
                 "has moved", "the tensor's memory is not the one it was bound to", do="write with refresh()"
-            )
-        if not self.fresh:
-            raise StaleInputError(
-                f"input {self.name!r} was not refreshed since the last replay", found=self.history(), do=_FRESHEN
             )
 
     def consume(self, stream: Stream | None = None) -> None:
@@ -255,9 +250,6 @@ class PersistentInput:
         return CaptureError(f"input {self.name!r} {what}", asked=asked, found=found, do=do)
 
 
-_FRESHEN = "refresh() it before the replay, or keep() it where this step uses the same rows"
-
-
 class InputSet:
     """The inputs that the graphs of one program read.
 
@@ -300,10 +292,10 @@ class InputSet:
                 f"input {names} was not refreshed since the last replay",
                 asked=None if step is None else f"to replay {step}",
                 found=[one.history() for one in stale],
-                do=_FRESHEN,
+                do="refresh() it before the replay, or keep() it where this step uses the same rows",
             )
         for one in self:
-            one.check()
+            one.check_place()
 
     def consume(self, stream: Stream | None = None) -> None:
         """A replay on ``stream`` takes the rows of all of them."""

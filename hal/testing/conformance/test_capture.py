@@ -224,7 +224,7 @@ def test_a_program_of_ops_allocates_nothing_and_counts_the_same_as_eagerly(captu
     assert found == eager and found.kernels >= 4 and found.copies == 1
 
 
-@pytest.mark.invariant("G10", control=True)
+@pytest.mark.invariant("G10")
 def test_results_that_nobody_placed_are_counted_eagerly(halma_backend: Backend) -> None:
     x = numbers(halma_backend, 2, 3)
     with halma_backend.graphs.counting() as counts:
