@@ -132,7 +132,7 @@ class Copy:
     """A private copy of the checkout, mutated and mended again."""
 
     def __init__(self, folder: Path, root: Path = ROOT) -> None:
-        self._folder, self._root = folder, root
+        self._folder = folder
         self._green: dict[tuple[str, ...], dict[str, Any]] = {}
         skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
         for name in COPIED:
@@ -158,7 +158,7 @@ class Copy:
         try:
             after = self._pytest(mutant.tests)
         finally:
-            shutil.copy2(self._root / mutant.file, path)
+            path.write_text(text, encoding="utf-8")
         if after["exit"] not in (0, 1):
             return outcome("broken", after["tail"])
         failed = [test for test in after["tests"] if test["outcome"] in ("failed", "error")]

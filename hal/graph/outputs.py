@@ -89,7 +89,7 @@ class GuardedTensor(torch.Tensor):
             do="use it before the next replay, or clone() what must live longer",
         )
 
-    def __repr__(self, **options: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __repr__(self, **options: Any) -> str:
         # Debuggers and failing tests print arguments: showing a stale one must not raise, nor read it.
         return repr(self._plain) if self._generation.live else f"<{self._name}: stale, {list(self._plain.shape)}>"
 
@@ -159,8 +159,10 @@ def _mapped(value: Any, change: Callable[[torch.Tensor, str], torch.Tensor], pat
         return DeviceValue(change(unwrap(value), path), bound=value.bound, name=value.name)
     if isinstance(value, (tuple, list)):
         items = [_mapped(item, change, f"{path}[{i}]") for i, item in enumerate(cast("Sequence[Any]", value))]
-        kind: Any = type(cast("Any", value))
-        return kind(*items) if hasattr(kind, "_fields") else kind(items) if kind in (tuple, list) else tuple(items)
+        if isinstance(value, list):
+            return items
+        named = getattr(cast("Any", type(cast("object", value))), "_make", tuple)
+        return named(items)
     if isinstance(value, dict):
         return {key: _mapped(item, change, f"{path}[{key!r}]") for key, item in cast("dict[Any, Any]", value).items()}
     if is_dataclass(value) and not isinstance(value, type):

@@ -163,7 +163,7 @@ def run_suite(backend: str, rules: Sequence[Rule] = RULES, *, suite: Path = SUIT
         output = done.stdout + done.stderr
         ran = done.returncode in _RAN and report.exists()
         broken = "" if ran else f"pytest ended with status {done.returncode}: {_last_line(output)}"
-        found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"tests": []}
+        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"tests": []}
     return _gathered(backend, rules, found, broken, output)
 
 

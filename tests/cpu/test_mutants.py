@@ -97,7 +97,6 @@ def test_verdicts(checkout: Path, tmp_path: Path) -> None:
         ("if number <= -1:", "survived", ""),
         ("if number > 0:", "noticed", ""),
         ("if number < 0 or number == 1:", "other tests", "tests/test_it.py::test_allowed"),
-        ("raise SystemExit(3)\n    if 0:", "other tests", ""),
     ):
         (mutant,) = changed(checkout, "if False:", new)
         found = copy.try_out(mutant)

@@ -30,7 +30,7 @@ def no_gradients_and_nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Ite
     for name in [name for name in os.environ if name.startswith("HALMA_")]:
         monkeypatch.delenv(name)
     random.seed(0)
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     with torch.no_grad():
         yield
     assert current_recorder() is None and not open_captures and current_scope() is None

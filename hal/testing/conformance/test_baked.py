@@ -1,5 +1,6 @@
 """What a graph froze: host values are found by capturing twice (G11), arithmetic outside of ops is reported (W5)."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

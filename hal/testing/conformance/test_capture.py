@@ -1,5 +1,6 @@
 """A capture on its own: no nesting (G2), three ends (G3), counted work (G4, G10), one grad mode (G24)."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

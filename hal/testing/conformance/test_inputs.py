@@ -1,5 +1,6 @@
 """Inputs: refreshed or refused (G12), padding and capture-time work declared (G13), a failing query (G25)."""
 
+# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace

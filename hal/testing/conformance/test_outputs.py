@@ -1,5 +1,6 @@
 """Outputs live until the next replay on their workspace, and say so in checked mode (G14)."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

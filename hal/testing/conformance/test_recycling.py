@@ -1,5 +1,6 @@
 """Workspace memory comes and goes: recycled and poisoned scopes (W3), lanes for side streams (W6)."""
 
+# pyright: basic
 from __future__ import annotations
 
 import pytest

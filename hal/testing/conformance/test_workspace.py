@@ -1,5 +1,6 @@
 """The sealed workspace: it does not grow, shrinks to prefixes, and stays where it is (W1, W2, W4)."""
 
+# pyright: basic
 from __future__ import annotations
 
 import itertools
