@@ -65,10 +65,13 @@ def test_every_rule_has_a_test_and_a_control_arm_or_a_reason() -> None:
 
 
 @pytest.mark.torchfree
-def test_bad_input_is_code_2(halma: Halma, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_code_2(halma: Halma) -> None:
     done = halma("conformance", "--rule", "G99")
     assert (done.code, done.out) == (2, "") and "no rule is called G99" in done.err and "G1, G2" in done.err
     assert halma("conformance", "--backend", "nowhere").code == 2
+
+
+def test_without_pytest_it_says_which_extra_has_it(halma: Halma, monkeypatch: pytest.MonkeyPatch) -> None:
     real = suite_module.importlib.util.find_spec
     monkeypatch.setattr(suite_module.importlib.util, "find_spec", lambda name: None if name == "pytest" else real(name))
     done = halma("conformance", "--backend", "cpu")
