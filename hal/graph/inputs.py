@@ -91,6 +91,8 @@ class PersistentInput:
         self._stages = [] if backend is None else [self._stage(backend, number) for number in range(STAGES)]
         self._turn = 0
         self._written: tuple[Stream, Event] | None = None
+        self._reader: Stream | None = None
+        self._read = None if backend is None else backend.device.new_event(f"{name} read")
 
     def _stage(self, backend: Backend, number: int) -> _Stage:
         memory = backend.memory.pinned(self.tensor.shape, self.tensor.dtype)
@@ -184,8 +186,12 @@ class PersistentInput:
             )
 
     def consume(self, stream: Stream | None = None) -> None:
-        """A replay on ``stream`` takes the rows: it waits for a refresh on another stream, and wants new ones next."""
+        """A replay on ``stream`` takes the rows: it waits for a refresh on another stream, and wants new ones next.
+
+        A later refresh on another stream waits for it in turn.
+        """
         self.fresh = False
+        self._reader = stream
         if stream is not None and self._written is not None and self._written[0] is not stream:
             stream.wait(self._written[1])
 
@@ -206,9 +212,13 @@ class PersistentInput:
             self.tensor[rows:].fill_(self.pad)
 
     def _next_stage(self) -> _Stage | None:
-        """The next turn, once the device is done with what it held."""
+        """The next turn, once the device is done with what it held, and behind the replay that reads the input."""
         if not self._stages:
             return None
+        reader, current = self._reader, self._backend and self._backend.device.current_stream()
+        if reader is not None and current is not None and self._read is not None and reader is not current:
+            reader.record(self._read)
+            current.wait(self._read)
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % len(self._stages)
         if stage.used and not stage.event.query():

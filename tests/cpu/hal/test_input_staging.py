@@ -76,3 +76,5 @@ def test_a_replay_elsewhere_waits_for_the_last_write_and_one_on_the_same_stream_
     x.keep()
     x.consume(elsewhere)
     assert (here.log, elsewhere.log) == (["record", "record"], ["wait"])
+    x.refresh(torch.ones(4))  # must not overwrite what that replay may still read
+    assert (here.log, elsewhere.log) == (["record", "record", "wait", "record"], ["wait", "record"])
