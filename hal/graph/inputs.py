@@ -215,10 +215,11 @@ class PersistentInput:
         """The next turn, once the device is done with what it held, and behind the replay that reads the input."""
         if not self._stages:
             return None
-        reader, current = self._reader, self._backend and self._backend.device.current_stream()
-        if reader is not None and current is not None and self._read is not None and reader is not current:
-            reader.record(self._read)
-            current.wait(self._read)
+        if self._reader is not None and self._backend is not None and self._read is not None:
+            current = self._backend.device.current_stream()
+            if self._reader is not current:
+                self._reader.record(self._read)
+                current.wait(self._read)
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % len(self._stages)
         if stage.used and not stage.event.query():
