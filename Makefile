@@ -19,7 +19,7 @@ BASE := $(VENV)/.halma-base
 DEV := $(VENV)/.halma-dev
 export PYTHONPATH :=
 
-.PHONY: help demo test lint row nightly bench gpu clean
+.PHONY: help demo test lint row nightly mutants bench gpu clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make lint     ruff, pyright, import-linter, and whether the CI workflow says what ci/matrix.toml says"
 	@echo "make row ROW=ID   one row of ci/matrix.toml"
 	@echo "make nightly  the slow rows"
+	@echo "make mutants  take each guard away and see its test go red: make mutants MUTANTS='--only G12 --output FILE.md'"
 	@echo "make bench    benchmarks on the CPU"
 	@echo "make gpu      tests/gpu, on a machine with a GPU: make gpu BACKEND=cuda"
 	@echo "make clean    remove .venv and caches"
@@ -73,6 +74,10 @@ row: $(DEV)
 
 nightly: $(DEV)
 	$(BIN)/python -m ci.local --tier nightly
+
+MUTANTS ?=
+mutants: $(DEV)
+	$(BIN)/python -m ci.mutants $(MUTANTS)
 
 bench: $(DEV)
 	$(BIN)/python -m benchmarks.cpu_decode

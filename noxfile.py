@@ -76,6 +76,14 @@ def conformance(session: nox.Session) -> None:
     session.install("-c", _pins(session), *(["--extra-index-url", index] if index else []), torch)
     session.install("-c", _pins(session), *TOOLS, "--no-build-isolation", "-e", ".")
     session.run(
-        *("python", "-m", "pytest", "tests/cpu", "-m", "not nightly and not oracle"),
+        *(
+            "python",
+            "-m",
+            "pytest",
+            "tests/cpu",
+            "src/halma/hal/testing/conformance",
+            "-m",
+            "not nightly and not oracle",
+        ),
         *("--halma-require-backend", "cpu", *extra),
     )

@@ -21,6 +21,7 @@ import torch
 
 from halma.hal.errors import WorkspaceError
 from halma.hal.graph.current import note_failure
+from halma.hal.graph.outputs import Generations
 from halma.hal.workspace_fallback import Fallback, FallbackSlot
 from halma.hal.workspace_plan import ALIGNMENT as ALIGNMENT
 from halma.hal.workspace_plan import Scope, Take, aligned_bytes, end_fallbacks
@@ -65,6 +66,8 @@ class Workspace:
         self.sealed = False
         self.in_op = 0
         """Depth of op calls and of the workspace's own work: at 0, arithmetic is a program's own (W5)."""
+        self.generations = Generations()
+        """Replays that wrote into this memory (G14)."""
         self._roots: dict[str, Scope] = {"main": Scope("main", None)}
         self._current = self._roots["main"]
         self._lanes_in_use: set[str] = set()
@@ -281,7 +284,7 @@ class Workspace:
     def discard(self) -> None:
         """Give all memory back, for good: every later take is refused. Tensors still held keep theirs alive."""
         self.reset()
-        self._roots = {"main": _Scope("main", None)}
+        self._roots = {"main": Scope("main", None)}
         self._current = self._roots["main"]
         self._buffer = None
         self.sealed = True

@@ -17,6 +17,8 @@ import torch
 from halma.hal.backend import Backend, GraphCounts, GraphNode, GraphPart, Stream
 from halma.hal.errors import CaptureError
 from halma.hal.graph.current import current_scope, note_failure
+from halma.hal.graph.inputs import InputSet
+from halma.hal.graph.outputs import Generation, guard
 from halma.hal.graph.retire import drain, follow_last_use, lease, retire
 from halma.hal.workspace import Workspace
 
@@ -129,7 +131,10 @@ class BreakableGraph:
         self.mode: CaptureMode | None = None
         self.workspace: Workspace | None = None
         self.grad_mode: tuple[bool, bool] | None = None
+        self.inputs = InputSet()
+        """What a replay reads and must find fresh (G12); the caller's to set, a reset leaves it."""
         self._outputs: Any = None
+        self._generation: Generation | None = None
         weakref.finalize(self, _retire_all, backend.graphs, self.segments).atexit = False
 
     def __str__(self) -> str:
@@ -163,14 +168,15 @@ class BreakableGraph:
             ) from self.error
         if self.outcome is Outcome.EMPTY:
             raise CaptureError("nothing was captured yet", do="open a GraphCaptureScope on this graph first")
-        return self._outputs
+        return self._outputs if self._generation is None else guard(self._outputs, self._generation)
 
     def replay(self, stream: Stream | None = None) -> Any:
-        """Queue the program's work once and return its outputs.
+        """Queue the program's work once and return its outputs, valid until the next replay on their workspace.
 
         Raises:
             CaptureError: not captured; the segments do not match the breaks (G1); another grad mode (G24); the
                 workspace is in use (G22); a break's result does not fit its destination (G6).
+            StaleInputError: an input was not refreshed since its last replay (G12).
         """
         if self.outcome is not Outcome.CAPTURED:
             self.outputs()  # raises for failed and empty
@@ -199,12 +205,16 @@ class BreakableGraph:
         drain()
         device = self.backend.device
         stream = stream or device.current_stream()
+        self.inputs.check()
         with lease(self.workspace, f"a replay of {self}"):
             follow_last_use(self.workspace, stream, device)
+            self.inputs.consume(stream)
+            generation = self.workspace.generations.next(self)
+            self._generation = generation if self.workspace.checked else None
             self._replay(stream)
         self.replays += 1
         counters.replays += 1
-        return self._outputs
+        return self.outputs()
 
     def _refuse_inside_a_capture(self) -> None:
         scope = current_scope()
@@ -262,6 +272,7 @@ class BreakableGraph:
         self.workspace = None
         self.grad_mode = None
         self._outputs = None
+        self._generation = None
         drain()
 
 

@@ -119,6 +119,14 @@ def test_the_environment_variable_selects_it(stranger: Environment, halma: Run) 
     assert 'did you mean "echo"?' in done.stderr
 
 
+def test_the_suite_in_the_wheel_runs_for_it(stranger: Environment, halma: Run) -> None:
+    done = halma("conformance", "--backend", "echo", "--rule", "G12", "--rule", "W6", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["backend"], answer["evidence"], list(answer["rules"])) == ("echo", "cpu", ["G12", "W6"])
+    assert all(rule["verdict"] == "passed" and rule["controls"] for rule in answer["rules"].values())
+
+
 STATUSES = """
 import json, sys
 from halma.hal.registry import default_registry

@@ -71,9 +71,9 @@ READS: list[Case] = [
     ("data", set_data, "tensor.data"),
     ("deepcopy", lambda: copy.deepcopy(X), "deepcopy"),
     ("dlpack", lambda: X.__dlpack__(), "DLPack"),
-    ("tensor", lambda: X + torch.tensor(5.0), "tensor"),
-    ("as_tensor", lambda: torch.as_tensor([1.0, 2.0]), "as_tensor"),
-    ("new_tensor", lambda: X.new_tensor([1.0]), "new_tensor"),
+    ("tensor", lambda: X + torch.tensor(5.0), r"torch\.tensor\(\) bakes a value"),
+    ("as_tensor", lambda: torch.as_tensor([1.0, 2.0]), r"torch\.as_tensor\(\) bakes a value"),
+    ("new_tensor", lambda: X.new_tensor([1.0]), r"torch\.new_tensor\(\) bakes a value"),
     ("from_numpy", lambda: X + torch.from_numpy(numpy.ones(4)), "constant of host values"),
     ("list index", lambda: X[[0, 1]], "constant of host values"),
 ]

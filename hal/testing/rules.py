@@ -1,0 +1,116 @@
+"""The rules of capture (G) and of memory (W) that the conformance suite holds a backend to, and where their tests are.
+
+A rule wants a test and a control arm: the same program done right, which must stay green. One that the suite
+cannot show says why in ``elsewhere``, so that a hole is never silent.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+SUITE = Path(__file__).parent / "conformance"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Args:
+        id: as tests name it.
+        title: what it makes impossible, or certain.
+        elsewhere: why the suite has no test of it; empty for a rule that it must show.
+        cpu_only: why other backends than the CPU's cannot show it; empty for a rule that every backend shows.
+    """
+
+    id: str
+    title: str
+    elsewhere: str = ""
+    cpu_only: str = ""
+
+    def not_applicable(self, backend: str) -> str:
+        """Why this backend is not asked about it, or nothing."""
+        return self.elsewhere or (self.cpu_only if backend != "cpu" else "")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("G1", "a graph has one segment more than it has breaks"),
+    Rule("G2", "captures do not nest, and a container is filled once, captured or not"),
+    Rule("G3", "inert, captured and failed differ; nothing of a failed capture can be read"),
+    Rule("G4", "switched off does exactly the work of a backend that cannot capture"),
+    Rule("G5", "a full capture refuses breaks, a piecewise one splits at each"),
+    Rule("G6", "a break says where its output goes"),
+    Rule("G7", "what a break reads lives as long as the graph"),
+    Rule("G8", "forks are joined before a segment closes"),
+    Rule("G9", "an event belongs to one segment of one graph"),
+    Rule("G10", "no allocation, host read or first-time work inside a capture"),
+    Rule("G11", "host values baked into a graph are found by capturing twice"),
+    Rule("G12", "an input that was not refreshed stops the replay"),
+    Rule("G13", "padding is rewritten every step, and capture sees valid work"),
+    Rule("G14", "an output is dead after the next replay, and says so in checked mode"),
+    Rule("G15", "a graph is found by its whole descriptor"),
+    Rule("G16", "a ladder holds its exact maximum and every width that can occur"),
+    Rule("G17", "the order of captures changes neither results nor memory"),
+    Rule("G18", "staging and outputs are sized by the largest descriptor before any capture"),
+    Rule("G19", "a scratch session gives back all it took"),
+    Rule("G20", "budget and reserve are checked before each capture"),
+    Rule("G21", "live executables stay below the driver's ceiling"),
+    Rule("G22", "memory has one user at a time; nothing is destroyed during a capture"),
+    Rule("G23", "a segment without work is an error unless declared"),
+    Rule("G24", "capture and replay run in one grad mode"),
+    Rule("G25", "a failing question whether one captures is no answer"),
+    Rule("G26", "ranks agree before a capture, and all see one rank's failure"),
+    Rule(
+        "G27",
+        "host decisions use results of a fixed number of steps ago",
+        elsewhere="a rule for whoever drives steps; no call of a backend takes part in it",
+    ),
+    Rule("W1", "a sealed workspace does not grow"),
+    Rule("W2", "a smaller descriptor's addresses are prefixes of the largest's"),
+    Rule("W3", "memory of a scope is recycled at its end, and poisoned in checked mode"),
+    Rule("W4", "workspace memory does not move while a graph may read it"),
+    Rule("W5", "arithmetic outside of ops is reported"),
+    Rule("W6", "a fork has memory of its own until it is joined"),
+)
+
+
+def rule(name: str) -> Rule | None:
+    """The rule of that id, in any case."""
+    return next((one for one in RULES if one.id == name.upper()), None)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A test function of the suite, as written: ``controls`` are the rules it is a control arm of."""
+
+    id: str
+    rules: tuple[str, ...]
+    controls: tuple[str, ...]
+
+
+def written_tests(suite: Path = SUITE) -> list[Written]:
+    """The tests that name a rule, read from the source: no backend and no pytest is needed."""
+    found: list[Written] = []
+    for path in sorted(suite.glob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                marks = [mark for mark in map(_invariant, node.decorator_list) if mark is not None]
+                rules = tuple(name for name, control in marks if not control)
+                controls = tuple(name for name, control in marks if control)
+                if marks:
+                    found.append(Written(f"{path.name}::{node.name}", rules, controls))
+    return found
+
+
+def _invariant(decorator: ast.expr) -> tuple[str, bool] | None:
+    """(rule, control) of ``@pytest.mark.invariant("G1", control=True)``."""
+    if not (isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Attribute)):
+        return None
+    if decorator.func.attr != "invariant" or not decorator.args or not isinstance(decorator.args[0], ast.Constant):
+        return None
+    control = any(
+        word.arg == "control" and isinstance(word.value, ast.Constant) and word.value.value is True
+        for word in decorator.keywords
+    )
+    return str(decorator.args[0].value), control
