@@ -18,10 +18,10 @@ from halma.models.deepseek_v4.golden import (
     CaseReport,
     Check,
     Loader,
-    occupy,
     deviation,
     force,
     mismatches,
+    occupy,
     sequence,
     step_rows,
 )
