@@ -205,7 +205,7 @@ class BreakableGraph:
         drain()
         device = self.backend.device
         stream = stream or device.current_stream()
-        self.inputs.check()
+        self.inputs.check(self)
         with lease(self.workspace, f"a replay of {self}"):
             follow_last_use(self.workspace, stream, device)
             self.inputs.consume(stream)

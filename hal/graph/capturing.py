@@ -8,15 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from halma.hal.backend import Backend, Stream
+from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError
 from halma.hal.graph.agreement import Agreement, Vote, settle
 from halma.hal.graph.breakable import BreakableGraph, Outcome
 from halma.hal.graph.budget import MemoryBudget, Meter
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.executables import ExecutablePool, PooledBackend
+from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.scope import GraphCaptureScope
 from halma.hal.workspace import Workspace
 
@@ -24,20 +25,8 @@ Program = Callable[[], Any]
 """One step: takes its memory from the session's workspace and returns its outputs."""
 
 
-class SessionInputs(Protocol):
-    """What a session asks of a program's persistent inputs."""
-
-    def check(self, step: object = None) -> None:
-        """Refuse a replay for which an input was not refreshed (G12)."""
-        ...
-
-    def consume(self, stream: Stream | None = None) -> None:
-        """A replay on ``stream`` takes them."""
-        ...
-
-    def valid_work(self) -> None:
-        """Fill them with work for warm-up and capture (G13)."""
-        ...
+InputsOf = Callable[[Descriptor], InputSet]
+"""The persistent inputs that steps of a descriptor read."""
 
 
 @dataclass
@@ -62,7 +51,7 @@ class Stages:
         backend, workspace: of the session.
         budget, executables: what a capture may need.
         agreement: the ranks that capture together.
-        inputs: the programs' persistent inputs, if there are any.
+        inputs_of: the programs' persistent inputs.
     """
 
     def __init__(
@@ -72,22 +61,21 @@ class Stages:
         budget: MemoryBudget,
         executables: ExecutablePool,
         agreement: Agreement,
-        inputs: SessionInputs | None,
+        inputs_of: InputsOf,
     ) -> None:
         self.backend = backend
         self.workspace = workspace
         self.budget = budget
         self.executables = executables
         self.agreement = agreement
-        self.inputs = inputs
+        self.inputs_of = inputs_of
         self.meter = Meter(exact=backend.capabilities.memory_info_exact is True)
         self._pooled = cast("Backend", PooledBackend(backend, executables))
         self._most_segments = 1
 
     def plan(self, entry: Entry) -> None:
         """Show the workspace every take. A backend that has to run the program for that has warmed it up, too."""
-        if self.inputs is not None:
-            self.inputs.valid_work()
+        self.inputs_of(entry.descriptor).valid_work()
         self.workspace.start()
         self.backend.graphs.dry_run(entry.program, self.workspace)
         entry.warm = True
@@ -129,7 +117,8 @@ class Stages:
         """Capture. Returns why the graph must go again, or nothing."""
         device = self.backend.device
         before = device.memory_info()
-        graph = entry.graph = BreakableGraph(self._pooled)
+        graph = entry.graph = BreakableGraph(self._pooled, str(entry.descriptor))
+        graph.inputs = self.inputs_of(entry.descriptor)
         self.workspace.start()
         with GraphCaptureScope(graph, self.workspace):
             graph.set_outputs(entry.program())

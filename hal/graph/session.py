@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from halma.hal.backend import Backend, GraphCounts, Stream
 from halma.hal.decisions import Candidate, Decision, decisions
@@ -27,15 +27,19 @@ from halma.hal.errors import CaptureError
 from halma.hal.graph.agreement import Agreement, NoAgreement
 from halma.hal.graph.breakable import BreakableGraph
 from halma.hal.graph.budget import MemoryBudget
-from halma.hal.graph.capturing import Entry, Program, SessionInputs, Stages
+from halma.hal.graph.capturing import Entry, InputsOf, Program, Stages
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.executables import ExecutablePool, process_pool
+from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.ladder import refuse_unfit
 from halma.hal.graph.orders import ordered
 from halma.hal.graph.scope import current_scope
 from halma.hal.graph.session_report import SessionReport, SessionRow
 from halma.hal.settings import GraphSwitch, settings
 from halma.hal.workspace import Workspace
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS: Final = ("persistent", "scratch")
 
@@ -55,7 +59,7 @@ class CaptureSession:
         budget: most bytes the session may hold, its workspace included; None: no limit.
         reserve: bytes of free device memory that captures must leave.
         agreement: the ranks that capture together; by default there is one.
-        inputs: the programs' persistent inputs, an ``InputSet``.
+        inputs: the programs' persistent inputs; a function where they depend on the descriptor.
         executables: the pool of live executables; by default the process's.
 
     Raises:
@@ -73,7 +77,7 @@ class CaptureSession:
         budget: int | None = None,
         reserve: int = 0,
         agreement: Agreement | None = None,
-        inputs: SessionInputs | tuple[()] = (),
+        inputs: InputSet | InputsOf | None = None,
         executables: ExecutablePool | None = None,
     ) -> None:
         if kind not in KINDS:
@@ -83,7 +87,7 @@ class CaptureSession:
         self.workspace = workspace.sibling() if kind == "scratch" else workspace
         self.switch = settings().graph_switch if switch is None else switch
         self.strict = strict
-        self.inputs = inputs or None
+        self.inputs_of = _inputs_of(inputs)
         self.executables = process_pool(backend) if executables is None else executables  # an empty pool is false
         self.order = "as called"
         self.eager_steps: dict[str, int] = {}
@@ -93,7 +97,7 @@ class CaptureSession:
             MemoryBudget(budget, reserve),
             self.executables,
             agreement or NoAgreement(),
-            self.inputs,
+            self.inputs_of,
         )
         self._entries: dict[Descriptor, Entry] = {}
         self._waiting: list[Entry] = []
@@ -256,8 +260,11 @@ class CaptureSession:
             return "nothing is captured before the session is sealed"
         return self.off_reason(descriptor.role) or f"no graph: {descriptor} was not captured"
 
-    def replay(self, descriptor: Descriptor, stream: Stream | None = None) -> Any:
+    def replay(self, descriptor: Descriptor, stream: Stream | None = None, /, **rows: torch.Tensor) -> Any:
         """One step: the graph's replay, or the program itself, once, where there is none.
+
+        Args:
+            rows: this step's rows of persistent inputs, by name: ``session.replay(descriptor, x=rows)``.
 
         Returns the outputs, which the next step of any descriptor overwrites.
 
@@ -271,17 +278,16 @@ class CaptureSession:
                 found=[str(one) for one in self._entries] or "it holds nothing",
                 do="pad the step to a descriptor that is (fit() finds it), or capture this one",
             )
+        inputs = self.inputs_of(descriptor)
+        for name, fresh in rows.items():
+            inputs[name].refresh(fresh)
         graph = self.find(descriptor)
-        if self.inputs is not None:
-            self.inputs.check(descriptor)
         if graph is not None:
-            outputs = graph.replay(stream)
-        else:
-            self.workspace.start()
-            outputs = entry.program()
-        if self.inputs is not None:
-            self.inputs.consume(stream)
-        return outputs
+            return graph.replay(stream)
+        inputs.check(descriptor)
+        inputs.consume(stream)
+        self.workspace.start()
+        return entry.program()
 
     @property
     def replays(self) -> int:
@@ -347,6 +353,13 @@ class CaptureSession:
         finally:
             if self.kind == "scratch":
                 self.close()
+
+
+def _inputs_of(inputs: InputSet | InputsOf | None) -> InputsOf:
+    if isinstance(inputs, InputSet) or inputs is None:
+        given = inputs or InputSet()
+        return lambda descriptor: given
+    return inputs
 
 
 def _row(entry: Entry) -> SessionRow:

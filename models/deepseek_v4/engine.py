@@ -199,10 +199,9 @@ class Engine:
             part = prompt[generation.fed : generation.fed + chunk]
             generation.fed += len(part)
             descriptor = self.runner.prefill_descriptor(len(part), generation.fed, _variant([generation]))
-            self._fill([generation], [len(part)], descriptor.num_requests)
             tokens = torch.zeros(descriptor.num_tokens, dtype=torch.int64)
             tokens[: len(part)] = torch.tensor(part, dtype=torch.int64)
-            self.runner.inputs.tokens[: descriptor.num_tokens].copy_(tokens)
+            self._fill([generation], [len(part)], tokens)
             self._run(descriptor)
             self.counters.prefill_steps += 1
         generation.issued = 1
@@ -212,8 +211,10 @@ class Engine:
         context = max(len(g.request.prompt) + g.issued for g in active)
         descriptor = self.runner.decode_descriptor(len(active), context, _variant(active))
         batch = (descriptor.num_requests, *(g.id for g in active))
-        if batch != self._batch:  # the inputs of an unchanged batch are in place already
-            self._fill(active, [1] * len(active), descriptor.num_requests)
+        if batch == self._batch:
+            self.runner.inputs.keep()
+        else:
+            self._fill(active, [1] * len(active))
             self._batch = batch
         self._run(descriptor)
         for generation in active:
@@ -229,18 +230,18 @@ class Engine:
         else:
             self.counters.eager += 1
 
-    def _fill(self, generations: Sequence[Generation], counts: Sequence[int], rows: int) -> None:
-        """Write the per-request inputs, padding included; one copy an input."""
-        inputs, padding = self.runner.inputs, rows - len(generations)
-
-        def put(target: torch.Tensor, values: list[int] | list[float], pad: float) -> None:
-            target[:rows].copy_(torch.tensor([*values, *([pad] * padding)], dtype=target.dtype))
-
-        put(inputs.slot, [g.slot for g in generations], 0)
-        put(inputs.count, list(counts), 0)
-        put(inputs.temperature, [g.request.temperature for g in generations], 0)
-        put(inputs.top_p, [g.request.top_p for g in generations], 1)
-        put(inputs.seed, [g.request.seed for g in generations], 0)
+    def _fill(
+        self, generations: Sequence[Generation], counts: Sequence[int], tokens: torch.Tensor | None = None
+    ) -> None:
+        requests = [generation.request for generation in generations]
+        self.runner.inputs.fill(
+            [generation.slot for generation in generations],
+            counts,
+            tokens=tokens,
+            temperature=[request.temperature for request in requests],
+            top_p=[request.top_p for request in requests],
+            seed=[request.seed for request in requests],
+        )
 
     # -- one step behind ----------------------------------------------------------------------------
 

@@ -170,11 +170,9 @@ def force(
         for begin, end in parts:
             width = chunk if begin < prefill else step
             capacity = next(c for c in runner.capacities if c >= end)
-            inputs = runner.step_inputs(Descriptor("prefill", requests, width, capacity, "all"))
-            inputs.tokens.zero_()
-            inputs.tokens[:, : end - begin].copy_(tokens[:, begin:end])
-            inputs.count.fill_(end - begin)
-            inputs.slot.copy_(torch.arange(1, requests + 1))
+            fed = torch.zeros(requests, width, dtype=torch.int64)
+            fed[:, : end - begin] = tokens[:, begin:end]
+            runner.inputs.fill(range(1, requests + 1), [end - begin] * requests, tokens=fed)
             _, logits = runner.step(Descriptor("prefill", requests, width, capacity, "all"))
             found[:, begin:end].copy_(logits.view(requests, width, -1)[:, : end - begin])
         if after is not None:

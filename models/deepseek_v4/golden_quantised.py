@@ -69,12 +69,10 @@ def _layers(case: CaseFile, model: CaseModel, backend: Backend, report: CaseRepo
     runner = V4Runner(model.config, model.weights, backend, options)
     descriptor = Descriptor("prefill", 1, count, runner.capacities[0], "all")
     occupy(runner, 1)
-    runner.inputs.tokens[:count].copy_(fed[:count])
-    runner.inputs.slot.fill_(1)
-    runner.inputs.count.fill_(count)
+    runner.inputs.fill([1], [count], tokens=fed[:count])
     v4 = runner.model
     with torch.no_grad():
-        inputs = runner.step_inputs(descriptor)
+        inputs = runner.inputs.views(descriptor)
         step = prepare(v4, inputs, descriptor, inputs.tokens, torch.zeros(1, dtype=torch.int64))
         embedded = model.weights.embed.data[fed[:count]].float()
         before = embedded[:, None].expand(-1, model.config.hc_mult, -1).contiguous()

@@ -20,7 +20,8 @@ from halma.hal.registry import default_registry
 from halma.hal.settings import GraphSwitch
 from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.config import V4Config
-from halma.models.deepseek_v4.program import StepInputs, Tap, V4Model, decode_step, prefill_step
+from halma.models.deepseek_v4.inputs import V4Inputs
+from halma.models.deepseek_v4.program import Tap, V4Model, decode_step, prefill_step
 from halma.models.deepseek_v4.rope import rope_frequencies
 from halma.models.deepseek_v4.state import TOKEN_RING, RowFormats, StatePlan, build_state
 from halma.models.deepseek_v4.weights import V4Weights
@@ -124,7 +125,7 @@ class V4Runner:
         side = backend.device.new_stream("side")
         ops = self._ops(self.workspace)
         self.model = V4Model(config, weights, state, ops, self.workspace, side, frequencies, carrier, tap)
-        self.inputs = _allocate_inputs(options, device)
+        self.inputs = V4Inputs(backend, options.max_requests, options.max_requests * options.chunk)
         self.session = CaptureSession(
             backend,
             self.workspace,
@@ -133,6 +134,7 @@ class V4Runner:
             strict=options.strict,
             budget=options.budget,
             reserve=options.reserve,
+            inputs=self.inputs.read_by,
         )
         self.capacities = doubling(self.plan.page_tokens, self.plan.pages_per_slot * self.plan.page_tokens)
         self.chunks = doubling(min(8, options.chunk), options.chunk)
@@ -196,7 +198,6 @@ class V4Runner:
         ops = self.model.ops if own else self._ops(session.workspace)
         model = replace(self.model, workspace=session.workspace, ops=ops, tap=None)
         prefill = self.options.capture_prefill or self.options.strict
-        self.clear_inputs()
         with torch.no_grad():
             session.capture_all(
                 [one for one in wanted if one.role != "prefill" or prefill],
@@ -206,6 +207,7 @@ class V4Runner:
                 plan=self._representatives(wanted),
                 limit=self.options.max_requests,
             )
+            self.model.state.lengths[0].zero_()  # what warm-ups fed to the null slot
 
     def _representatives(self, descriptors: Iterable[Descriptor]) -> list[Descriptor]:
         """The largest of every kind of step: programs of one kind take memory in the same places.
@@ -221,7 +223,7 @@ class V4Runner:
         return [largest_of(group) for group in kinds.values()]
 
     def _program(self, descriptor: Descriptor, model: V4Model) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        inputs = self.step_inputs(descriptor)
+        inputs = self.inputs.views(descriptor)
         step = decode_step if descriptor.role == "decode" else prefill_step
 
         def program() -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,35 +231,21 @@ class V4Runner:
 
         return program
 
-    def step_inputs(self, descriptor: Descriptor) -> StepInputs:
-        """The inputs of a descriptor: prefixes of the persistent buffers."""
-        requests, tokens = descriptor.num_requests, descriptor.num_tokens
-        i = self.inputs
-        return StepInputs(
-            i.tokens.flatten()[:tokens].view(requests, descriptor.query_len),
-            i.slot[:requests],
-            i.count[:requests],
-            i.temperature[:requests],
-            i.top_p[:requests],
-            i.seed[:requests],
-        )
-
-    def clear_inputs(self) -> None:
-        """Make every row of the inputs padding."""
-        for tensor in (self.inputs.tokens, self.inputs.slot, self.inputs.count, self.inputs.seed):
-            tensor.zero_()
-        self.inputs.temperature.zero_()
-        self.inputs.top_p.fill_(1.0)
-
     def step(self, descriptor: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step: a replay if this very descriptor was captured, else eagerly with a recorded reason.
 
         Returns (next tokens [R], logits [R, V]); both are overwritten by the next step.
+
+        Raises:
+            StaleInputError: the inputs that it reads were neither filled nor kept since the last step (G12).
         """
         with torch.no_grad():
             graph = self.session.find(descriptor)
             if graph is not None:
                 return graph.replay()
+            inputs = self.inputs.read_by(descriptor)
+            inputs.check(descriptor)
+            inputs.consume()
             self.workspace.start()
             return self._program(descriptor, self.model)()
 
@@ -274,17 +262,3 @@ def _held(found: Descriptor | None, requests: int, tokens: int, context: int, va
             do="raise max_requests, chunk or max_context of its options",
         )
     return replace(found, variant=variant)
-
-
-def _allocate_inputs(options: RunnerOptions, device: torch.device) -> StepInputs:
-    requests, tokens = options.max_requests, options.max_requests * options.chunk
-
-    def integers(size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int64, device=device)
-
-    def floats(size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=device)
-
-    return StepInputs(
-        integers(tokens), integers(requests), integers(requests), floats(requests), floats(requests), integers(requests)
-    )

@@ -76,21 +76,6 @@ def test_capture_runs_nothing_and_every_replay_follows_its_inputs(capturing: Bac
 
 @pytest.mark.invariant("G2")
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_capture_inside_a_capture_is_refused_and_the_outer_goes_on(capturing: Backend, enabled: bool) -> None:
-    toy, inner = Toy(capturing), BreakableGraph(capturing)
-    workspace = planned(capturing, toy.step)
-    graph = BreakableGraph(capturing)
-    workspace.start()
-    with GraphCaptureScope(graph, workspace, enabled=enabled):
-        with pytest.raises(CaptureError, match="open on this thread"):
-            with GraphCaptureScope(inner, workspace, enabled=enabled):
-                pass
-        graph.set_outputs(toy.step(workspace))
-    assert graph.outcome is (Outcome.CAPTURED if enabled else Outcome.INERT) and inner.outcome is Outcome.EMPTY
-
-
-@pytest.mark.invariant("G2")
-@pytest.mark.parametrize("enabled", [True, False])
 def test_a_container_that_holds_a_capture_is_refused_and_keeps_it(capturing: Backend, enabled: bool) -> None:
     toy = Toy(capturing)
     workspace = planned(capturing, toy.step)

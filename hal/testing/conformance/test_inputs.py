@@ -251,5 +251,11 @@ def test_a_query_that_answers_no_lets_the_copy_pass(halma_backend: Backend) -> N
 @pytest.mark.invariant("G25", control=True)
 def test_the_backend_answers_truly(capturing: Backend) -> None:
     seen: list[bool] = []
-    captured(capturing, lambda _: seen.append(capturing.graphs.is_capturing()), empty(capturing))
+    x = torch.zeros(2, device=capturing.device.torch_device)
+
+    def program(_: Workspace) -> None:
+        seen.append(capturing.graphs.is_capturing())
+        x.add_(1.0)
+
+    captured(capturing, program, empty(capturing))
     assert seen == [True] and not capturing.graphs.is_capturing()

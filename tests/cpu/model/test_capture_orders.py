@@ -10,6 +10,7 @@ import torch
 
 import halma
 from halma.hal.graph.descriptor import Descriptor
+from halma.hal.graph.inputs import PersistentInput
 from halma.models.deepseek_v4.load import Loaded, load_v4
 from halma.models.deepseek_v4.profiling import profile, unshared
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
@@ -35,14 +36,13 @@ def results(runner: V4Runner) -> dict[Descriptor, list[torch.Tensor]]:
     state, width = runner.model.state, runner.plan.pages_per_slot
     slots = runner.options.max_requests
     for descriptor in runner.descriptors():
-        runner.clear_inputs()
         state.lengths.zero_()
         state.last_token.fill_(7)
         state.page_table[1 : slots + 1].copy_(torch.arange(1, slots * width + 1).view(slots, width))
         rows = descriptor.num_requests
-        runner.inputs.slot[:rows].copy_(torch.arange(1, rows + 1))
-        runner.inputs.count[:rows].fill_(descriptor.query_len)
-        runner.inputs.tokens[: descriptor.num_tokens].copy_(torch.arange(descriptor.num_tokens) + 11)
+        runner.inputs.fill(
+            range(1, rows + 1), [descriptor.query_len] * rows, tokens=torch.arange(descriptor.num_tokens) + 11
+        )
         replays = runner.session.replays
         found[descriptor] = [one.clone() for one in runner.step(descriptor)]
         assert runner.session.replays == replays + 1
@@ -70,7 +70,14 @@ def owned(runner: V4Runner) -> set[int]:
             walk(vars(value) if hasattr(value, "__dict__") else [getattr(value, n) for n in value.__slots__])
 
     model = runner.model
-    walk([model.weights, model.state, model.inv_freq, runner.inputs])
+    walk(
+        [
+            model.weights,
+            model.state,
+            model.inv_freq,
+            [one.tensor for one in vars(runner.inputs).values() if isinstance(one, PersistentInput)],
+        ]
+    )
     return found
 
 

@@ -161,7 +161,7 @@ def test_replay_is_bit_identical_to_eager_over_a_whole_generation(arithmetic):
 
         def step(descriptor, plain=plain, seen=seen, runner=runner):
             chosen, found = plain(descriptor)
-            real = int((runner.inputs.count[: descriptor.num_requests] > 0).sum())
+            real = int((runner.inputs.count.prefix(descriptor.num_requests) > 0).sum())
             seen.append(found[:real].clone())
             return chosen, found
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import halma
-from halma.hal.errors import CaptureError
+from halma.hal.errors import CaptureError, StaleInputError
 from halma.hal.graph.baked import baked_values
 from halma.hal.graph.breakable import BreakableGraph, counters
+from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.forks import Fork
 from halma.hal.graph.scope import GraphCaptureScope
 from halma.models.deepseek_v4.program import decode_step
@@ -29,7 +30,7 @@ def captured(runner: V4Runner, program=None) -> BreakableGraph:
     with torch.no_grad():
         runner.workspace.start()
         with GraphCaptureScope(graph, runner.workspace):
-            graph.set_outputs((program or decode_step)(runner.model, runner.step_inputs(descriptor), descriptor))
+            graph.set_outputs((program or decode_step)(runner.model, runner.inputs.views(descriptor), descriptor))
     return graph
 
 
@@ -52,7 +53,7 @@ def test_a_functional_op_in_the_step_is_counted():
     descriptor = runner.decode_descriptor(1, 100, "greedy")
     with torch.no_grad():
         runner.backend.graphs.dry_run(
-            lambda: program(runner.model, runner.step_inputs(descriptor), descriptor), runner.workspace
+            lambda: program(runner.model, runner.inputs.views(descriptor), descriptor), runner.workspace
         )
     runner.workspace.seal()
     assert captured(runner, program).counts().fallback_bytes >= 199 * 4
@@ -81,11 +82,10 @@ def test_nothing_of_a_step_is_baked_in():
     state, inputs = runner.model.state, runner.inputs
     state.lengths.fill_(77)
     state.last_token.fill_(5)
-    inputs.slot.fill_(1)
-    inputs.count.fill_(1)
+    inputs.fill([1], [1])
     second = captured(runner).nodes()
     state.lengths.zero_()
-    runner.clear_inputs()
+    runner.inputs.fill([], [])
     assert len(first) == len(second) > 200 and baked_values(first, second) == []
 
 
@@ -164,7 +164,7 @@ def test_a_step_that_was_not_planned_is_refused_by_name():
 
     runner = small_runner("exact", graph=False, fresh=True, max_requests=2)
     descriptor = replace(runner.decode_descriptor(2, 100, "greedy"), num_requests=2, query_len=9)
-    big = replace(runner.step_inputs(descriptor), tokens=torch.zeros(2, 9, dtype=torch.int64))
+    big = replace(runner.inputs.views(descriptor), tokens=torch.zeros(2, 9, dtype=torch.int64))
     with torch.no_grad(), pytest.raises(WorkspaceError, match="sealed workspace cannot grow"):
         runner.workspace.start()
         from halma.models.deepseek_v4.program import prefill_step
@@ -176,10 +176,57 @@ def test_a_step_that_was_not_planned_is_refused_by_name():
 @pytest.mark.invariant("W1", control=True)
 def test_a_planned_step_runs():
     runner = small_runner("exact", graph=False)
-    runner.clear_inputs()
+    runner.inputs.fill([], [])
     chosen, logits = runner.step(runner.decode_descriptor(1, 100, "greedy"))
     assert chosen.shape == (1,) and logits.shape == (1, runner.config.vocab_size)
     assert halma.backend("cpu").graphs.unsupported() is None
+
+
+# -- inputs (G12, G13) -----------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant("G12")
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_step_whose_inputs_nobody_filled_is_refused(graph):
+    runner = small_runner("exact", graph=graph)
+    descriptor = runner.decode_descriptor(1, 100, "greedy")
+    runner.inputs.fill([], [])
+    runner.step(descriptor)
+    with pytest.raises(StaleInputError, match="'slot', 'count'"):
+        runner.step(descriptor)
+
+
+@pytest.mark.invariant("G12", control=True)
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_step_that_keeps_its_inputs_runs(graph):
+    runner = small_runner("exact", graph=graph)
+    descriptor = runner.decode_descriptor(1, 100, "greedy")
+    runner.inputs.fill([], [])
+    runner.step(descriptor)
+    runner.inputs.keep()
+    runner.step(descriptor)
+
+
+@pytest.mark.invariant("G13")
+def test_padding_requests_belong_to_the_null_slot_whatever_lay_there():
+    inputs = small_runner("exact", fresh=True, max_requests=4).inputs
+    inputs.fill([3, 2, 1, 4], [1, 1, 1, 1], temperature=[2.0] * 4, top_p=[0.5] * 4, seed=[9] * 4)
+    inputs.fill([2], [1])
+    views = inputs.views(Descriptor("decode", 4))
+    assert views.slot.tolist() == [2, 0, 0, 0] and views.count.tolist() == [1, 0, 0, 0]
+    assert views.top_p.tolist() == [1.0] * 4 and views.seed.tolist() == [0] * 4
+    inputs.slot.tensor[1:] = 77  # somebody wrote where only padding may be
+    inputs.keep()
+    assert views.slot.tolist() == [2, 0, 0, 0]
+
+
+@pytest.mark.invariant("G13", control=True)
+def test_real_requests_are_kept_as_they_were_given():
+    inputs = small_runner("exact", fresh=True, max_requests=4).inputs
+    inputs.fill([3, 2], [1, 1], seed=[5, 6])
+    inputs.keep()
+    views = inputs.views(Descriptor("decode", 4))
+    assert views.slot.tolist() == [3, 2, 0, 0] and views.seed.tolist() == [5, 6, 0, 0]
 
 
 # -- the shared expert beside the routed ones (G8) ----------------------------------------------------------
