@@ -1,8 +1,8 @@
 """Take a guard away, and the test that names its rule must go red.
 
 ``python -m ci.mutants`` runs every mutant of ``tests/mutants/*.toml``, each in a private copy of the checkout;
-``--only G12`` or ``--only ID`` runs some, ``--output FILE.md`` or ``FILE.json`` keeps the table. A mutant counts as
-noticed when a test that names its rule as its own fails; that something else fails is not enough. The tests run
+``--only G12`` or ``--only ID`` runs some, ``--jobs N`` so many at a time, ``--output FILE.md`` or ``FILE.json``
+keeps the table. A mutant counts as noticed when a test that names its rule as its own fails; that something else fails is not enough. The tests run
 unchanged first and must be green, so that red means the mutant.
 """
 
@@ -19,10 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutants"
 COPIED = ("hal", "backends", "ops", "models", "src", "tests", "benchmarks", "ci")
 SECONDS = 600
+T = TypeVar("T")
 
 
 class MutantError(Exception):
@@ -129,11 +132,16 @@ def _problems(mutant: Mutant, root: Path) -> Iterable[str]:
 
 
 class Copy:
-    """A private copy of the checkout, mutated and mended again."""
+    """A private copy of the checkout, mutated and mended again.
 
-    def __init__(self, folder: Path, root: Path = ROOT) -> None:
+    Args:
+        folder: where it goes; empty.
+        green: what runs of unchanged tests gave, which all copies may share.
+    """
+
+    def __init__(self, folder: Path, root: Path = ROOT, green: dict[tuple[str, ...], dict[str, Any]] | None = None):
         self._folder = folder
-        self._green: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._green = {} if green is None else green
         skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
         for name in COPIED:
             if (root / name).exists():
@@ -151,7 +159,7 @@ class Copy:
             seconds = round(time.monotonic() - begin, 1)
             return Outcome(mutant.id, mutant.rule, where, verdict, tuple(red), green, controls, seconds, detail)
 
-        before = self._untouched(mutant.tests)
+        before = self.untouched(mutant.tests)
         if before["exit"] != 0:
             return outcome("broken", f"its tests are not green without it: {before['tail']}")
         path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
@@ -169,7 +177,8 @@ class Copy:
         detail = "" if red else ", ".join(sorted({test["id"] for test in failed})[:3])
         return outcome(verdict, detail, red, green, len(controls))
 
-    def _untouched(self, tests: tuple[str, ...]) -> dict[str, Any]:
+    def untouched(self, tests: tuple[str, ...]) -> dict[str, Any]:
+        """What the tests give without any mutant; run once."""
         if tests not in self._green:
             self._green[tests] = self._pytest(tests)
         return self._green[tests]
@@ -196,6 +205,28 @@ class Copy:
         said = [text for text in (done.stdout + done.stderr).splitlines() if text.strip()] or ["it said nothing"]
         data: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"tests": []}
         return {"exit": done.returncode, "tests": data["tests"], "tail": said[-1].strip()}
+
+
+def try_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Outcome]:
+    """The outcomes in the order of the table, each as soon as it and those before it are known."""
+    with tempfile.TemporaryDirectory(prefix="halma-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+        green: dict[tuple[str, ...], dict[str, Any]] = {}
+        idle: SimpleQueue[Copy] = SimpleQueue()
+        for number in range(jobs):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            idle.put(Copy(place, green=green))
+
+        def in_a_copy(work: Callable[[Copy], T]) -> T:
+            copy = idle.get()
+            try:
+                return work(copy)
+            finally:
+                idle.put(copy)
+
+        suites = dict.fromkeys(mutant.tests for mutant in mutants)
+        list(pool.map(lambda tests: in_a_copy(lambda copy: copy.untouched(tests)), suites))
+        yield from pool.map(lambda mutant: in_a_copy(lambda copy: copy.try_out(mutant)), mutants)
 
 
 def uncovered(mutants: Iterable[Mutant]) -> list[str]:
@@ -235,11 +266,19 @@ def _write(path: Path, outcomes: Sequence[Outcome], missing: Sequence[str]) -> N
         path.write_text(markdown(outcomes, missing), encoding="utf-8")
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of jobs")
+    return value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: every mutant was noticed and every rule has one. 1: not so. 2: the table or the request is wrong."""
     parser = argparse.ArgumentParser(prog="python -m ci.mutants")
     parser.add_argument("--only", action="append", default=[], metavar="RULE|ID", help="may be repeated")
     parser.add_argument("--output", action="append", default=[], type=Path, metavar="FILE", help=".md or .json; repeat")
+    parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="so many at a time (1)")
     options = parser.parse_args(arguments)
     try:
         mutants = load()
@@ -254,13 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     chosen = [one for one in mutants if not options.only or {one.id, one.rule} & set(options.only)]
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="halma-mutants-") as folder:
-        copy = Copy(Path(folder))
-        for mutant in chosen:
-            outcomes.append(copy.try_out(mutant))
-            one = outcomes[-1]
-            shown = f"{len(one.red)} red, {one.controls_green}/{one.controls} controls green"
-            print(f"{one.verdict:<11}  {one.mutant:<36}  {shown}  {one.seconds:.0f} s  {one.detail}", flush=True)
+    for one in try_all(chosen, options.jobs):
+        outcomes.append(one)
+        shown = f"{len(one.red)} red, {one.controls_green}/{one.controls} controls green"
+        print(f"{one.verdict:<11}  {one.mutant:<36}  {shown}  {one.seconds:.0f} s  {one.detail}", flush=True)
     missing = [] if options.only else uncovered(mutants)
     for path in options.output:
         _write(path, outcomes, missing)

@@ -60,7 +60,11 @@ RULES: tuple[Rule, ...] = (
     Rule("G23", "a segment without work is an error unless declared"),
     Rule("G24", "capture and replay run in one grad mode"),
     Rule("G25", "a failing question whether one captures is no answer"),
-    Rule("G26", "ranks agree before a capture, and all see one rank's failure"),
+    Rule(
+        "G26",
+        "ranks agree before a capture, and all see one rank's failure",
+        cpu_only="shown by two CPU processes over gloo; the vote itself touches no device",
+    ),
     Rule(
         "G27",
         "host decisions use results of a fixed number of steps ago",

@@ -32,7 +32,7 @@ def test_the_report_as_json(halma: Halma) -> None:
     assert found["captured"] == len(rows) == 3
     assert {(row["role"], row["num_requests"]) for row in rows} == {("decode", 1), ("decode", 2), ("prefill", 1)}
     for row in rows:
-        assert row["nodes"] > 1000 and row["milliseconds"] > 0 and row["bytes"] == 0 and row["why_not"] == ""
+        assert row["nodes"] > 100 and row["milliseconds"] > 0 and row["bytes"] == 0 and row["why_not"] == ""
         assert row["allocations"] == 0 and row["held_bytes"] == found["total_bytes"]
 
 

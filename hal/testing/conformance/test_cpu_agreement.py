@@ -1,5 +1,6 @@
-"""Ranks agree before and after each capture: as pure functions, and in two processes over gloo."""
+"""Ranks agree before and after each capture: as pure functions, and in two CPU processes over gloo."""
 
+# pyright: basic
 from __future__ import annotations
 
 import json
