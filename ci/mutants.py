@@ -2,8 +2,8 @@
 
 ``python -m ci.mutants`` runs every mutant of ``tests/mutants/*.toml``, each in a private copy of the checkout;
 ``--only G12`` or ``--only ID`` runs some, ``--jobs N`` so many at a time, ``--output FILE.md`` or ``FILE.json``
-keeps the table. A mutant counts as noticed when a test that names its rule as its own fails; that something else fails is not enough. The tests run
-unchanged first and must be green, so that red means the mutant.
+keeps the table. A mutant counts as noticed when a test that names its rule as its own fails; that something else
+fails is not enough. The tests run unchanged first and must be green, so that red means the mutant.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def test_a_graph_that_took_more_than_there_was_goes_again() -> None:
     assert driver.live == 2 and driver.free == 98 * MIB
 
 
+@pytest.mark.invariant("G20")
 def test_what_stayed_eager_is_tried_again_only_when_told() -> None:
     driver = Driver(free=20 * MIB, cost=lambda _: 8 * MIB)
     session = session_on(driver)
