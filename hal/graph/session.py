@@ -294,6 +294,11 @@ class CaptureSession:
         return entry.program()
 
     @property
+    def descriptors(self) -> tuple[Descriptor, ...]:
+        """Everything that was asked for, captured or not; ``fit`` finds the one that holds a step."""
+        return tuple(self._entries)
+
+    @property
     def replays(self) -> int:
         """Steps that were replayed, over all descriptors."""
         return sum(entry.graph.replays for entry in self._entries.values() if entry.graph is not None)
