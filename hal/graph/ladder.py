@@ -101,6 +101,7 @@ def refuse_unfit(descriptors: Iterable[Descriptor], *, limit: int | None = None)
         if one.num_requests < 1 or one.query_len < 1:
             raise CaptureError(
                 f"{one} holds nothing",
+                asked=f"num_requests={one.num_requests}, query_len={one.query_len}",
                 found=f"{one.num_requests} requests of {one.query_len} tokens",
                 do="sizes and widths of a ladder start at 1",
             )
