@@ -45,6 +45,13 @@ def decode_ladder(
     Raises:
         CaptureError: a size below 1, above ``max_requests`` or above ``limit``; a duplicate.
     """
+    if max_requests < 1:
+        raise CaptureError(
+            f"the ladder of {role} holds nothing",
+            asked=f"at most {max_requests} requests",
+            found="sizes start at 1",
+            do="name a maximum of 1 or more, or leave the role out",
+        )
     chosen = list(doubling(1, max_requests) if sizes is None else sizes)
     if max_requests not in chosen:
         chosen.append(max_requests)

@@ -29,7 +29,7 @@ def conformance(
         _list(rules, json=json)
         return
     name = default_registry().choose(backend)[0].name
-    with progress_bar(f"{len(rules)} rules on {name}", disable=json):
+    with progress_bar(f"testing {name}", disable=json):
         result = run_suite(name, rules)
     if json:
         emit_json({"schema": "halma.conformance/1", **result.as_json()})

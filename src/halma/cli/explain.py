@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from halma.hal.dispatch import OpTable
 
 WORDS = (
-    "\nchosen: runs. spare: applies too, and ranks lower. refused: cannot run this call, or was not asked for. "
-    "A higher priority goes first, the reference last."
+    "\nA higher priority goes first, the reference (plain PyTorch) last.\n"
+    "chosen: runs; spare: applies too; refused: does not apply, for the reason given"
 )
 Counted = tuple[Decision, int]
 """A decision and how often it was made; 0 where it was only asked about."""

@@ -104,6 +104,7 @@ def test_long_lines_of_a_refusal_are_folded_for_a_terminal_only() -> None:
 def test_explain_names_its_words_and_an_unknown_op_has_a_way_out(halma: Halma) -> None:
     done = halma("explain", "--backend", "cpu", "--op", "rms_norm")
     words = done.out.splitlines()[-1]
+    assert len(words) <= 80
     assert all(f"{word}: " in words for word in ("chosen", "spare", "refused"))
     refused = halma("explain", "--backend", "cpu", "--op", "rms_nrom")
     assert refused.code == 2 and "did you mean rms_norm?" in refused.err and "do:    halma explain" in refused.err

@@ -82,8 +82,16 @@ def test_what_entry_points_refuse() -> None:
         halma.session(backend="cpu", budget=0)
     with pytest.raises(CaptureError, match="cannot hold its pad value"):
         halma.persistent_input("x", (2,), torch.uint8, pad=-1, backend="cpu")
+    for shape in ((), (-1, 3)):
+        with pytest.raises(CaptureError, match="input 'x' must have rows"):
+            halma.persistent_input("x", shape, torch.float32, backend="cpu")
+    with pytest.raises(CaptureError, match="the ladder of decode holds nothing"):
+        halma.ladder(decode=0)
+    x = halma.persistent_input("x", (2,), torch.float32, backend="cpu")
+    with pytest.raises(CaptureError, match="input 'x' takes tensors"):
+        x.refresh([1.0])  # pyright: ignore[reportArgumentType]
     with pytest.raises(AttributeError, match="no attribute 'sesion'"):
-        halma.sesion  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue, reportUnusedExpression]
+        halma.sesion  # noqa: B018
 
 
 def test_a_session_of_one_line_replays_and_refuses_stale_rows() -> None:
