@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -100,7 +101,12 @@ class OpTable:
             DispatchError: there is none; the message lists those there are.
         """
         if name not in self.ops:
-            raise DispatchError(f"no op is called {name!r}", found="known: " + ", ".join(sorted(self.ops)))
+            near = get_close_matches(name, self.ops, n=1)
+            raise DispatchError(
+                f"no op is called {name!r}" + (f" (did you mean {near[0]}?)" if near else ""),
+                found="known: " + ", ".join(sorted(self.ops)),
+                do="halma explain lists the ops with their routes",
+            )
         return self.ops[name]
 
     def unclaimed(self) -> Sequence[RouteSpec]:

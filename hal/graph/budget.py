@@ -31,6 +31,7 @@ class MemoryBudget:
             raise CaptureError(
                 f"a capture budget of {self.limit:,} bytes holds nothing",
                 asked=f"budget={self.limit}",
+                found="a session holds at least its workspace",
                 do="give a positive number of bytes, leave the budget out, or switch capture off (HALMA_GRAPH=0)",
             )
         if self.reserve < 0:

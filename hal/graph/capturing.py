@@ -13,7 +13,7 @@ from typing import Any, cast
 from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError
 from halma.hal.graph.agreement import Agreement, Vote, settle
-from halma.hal.graph.breakable import BreakableGraph, Outcome
+from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome
 from halma.hal.graph.budget import MemoryBudget, Meter
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.executables import ExecutablePool, PooledBackend
@@ -52,6 +52,7 @@ class Stages:
         budget, executables: what a capture may need.
         agreement: the ranks that capture together.
         inputs_of: the programs' persistent inputs.
+        mode: whether programs may have breaks.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Stages:
         executables: ExecutablePool,
         agreement: Agreement,
         inputs_of: InputsOf,
+        mode: CaptureMode,
     ) -> None:
         self.backend = backend
         self.workspace = workspace
@@ -69,6 +71,7 @@ class Stages:
         self.executables = executables
         self.agreement = agreement
         self.inputs_of = inputs_of
+        self.mode = mode
         self.meter = Meter(exact=backend.capabilities.memory_info_exact is True)
         self._pooled = cast("Backend", PooledBackend(backend, executables))
         self._most_segments = 1
@@ -120,7 +123,7 @@ class Stages:
         graph = entry.graph = BreakableGraph(self._pooled, str(entry.descriptor))
         graph.inputs = self.inputs_of(entry.descriptor)
         self.workspace.start()
-        with GraphCaptureScope(graph, self.workspace):
+        with GraphCaptureScope(graph, self.workspace, mode=self.mode):
             graph.set_outputs(entry.program())
         after = device.memory_info()
         entry.outcome = graph.outcome

@@ -237,6 +237,8 @@ class PersistentInput:
 
     def _check_fit(self, rows: torch.Tensor) -> None:
         mine = self.tensor
+        if not isinstance(rows, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise self._refused("takes tensors", f"{type(rows).__name__}", do="torch.tensor(...) of its dtype")
         asked = f"{str(rows.dtype).removeprefix('torch.')}{list(rows.shape)} on {rows.device}"
         takes = f"{str(mine.dtype).removeprefix('torch.')}{list(mine.shape)} on {mine.device}"
         if rows.dim() == mine.dim() and len(rows) > self.capacity:
@@ -327,6 +329,13 @@ def persistent_input(
     backend: Backend, name: str, shape: Sequence[int], dtype: torch.dtype, *, pad: Number, null: Number | None = None
 ) -> PersistentInput:
     """An input in memory of its own, [capacity, ...], all padding at first; see :class:`PersistentInput`."""
+    if not shape or min(shape) < 0:
+        raise CaptureError(
+            f"input {name!r} must have rows",
+            asked=f"shape {list(shape)}",
+            found="no such shape of memory",
+            do="give the most rows of a step, then the shape of a row: (8, 64)",
+        )
     made = PersistentInput(name, backend.memory.empty(shape, dtype), pad=pad, null=null, backend=backend)
     with torch.no_grad():
         made.tensor.fill_(pad)

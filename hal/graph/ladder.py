@@ -45,6 +45,13 @@ def decode_ladder(
     Raises:
         CaptureError: a size below 1, above ``max_requests`` or above ``limit``; a duplicate.
     """
+    if max_requests < 1:
+        raise CaptureError(
+            f"the ladder of {role} holds nothing",
+            asked=f"at most {max_requests} requests",
+            found="sizes start at 1",
+            do="name a maximum of 1 or more, or leave the role out",
+        )
     chosen = list(doubling(1, max_requests) if sizes is None else sizes)
     if max_requests not in chosen:
         chosen.append(max_requests)
@@ -101,6 +108,7 @@ def refuse_unfit(descriptors: Iterable[Descriptor], *, limit: int | None = None)
         if one.num_requests < 1 or one.query_len < 1:
             raise CaptureError(
                 f"{one} holds nothing",
+                asked=f"num_requests={one.num_requests}, query_len={one.query_len}",
                 found=f"{one.num_requests} requests of {one.query_len} tokens",
                 do="sizes and widths of a ladder start at 1",
             )

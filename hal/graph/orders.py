@@ -29,6 +29,7 @@ def ordered(descriptors: Iterable[Descriptor], order: str) -> list[Descriptor]:
     if seed is None:
         raise CaptureError(
             f"no order of capture called {order!r}",
+            asked=f"--order {order}",
             found="known: " + ", ".join(ORDERS),
             do="--order descending, or --order 'shuffled(7)'",
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halma.hal.backend import Stream
+from halma.hal.backend import Backend, Stream
 from halma.hal.errors import CaptureError
 from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome, Segment, counters
 from halma.hal.graph.breaks import IN_PLACE, Break, BreakPoint, Out, break_point
@@ -19,6 +19,14 @@ from halma.hal.workspace import Workspace
 
 if TYPE_CHECKING:
     from halma.hal.graph.cells import Cell
+
+
+def why_unsupported(backend: Backend, mode: CaptureMode) -> str | None:
+    """Why ``backend`` cannot capture in ``mode``, or None."""
+    why = backend.graphs.unsupported()
+    if why is None and mode is CaptureMode.PIECEWISE and not backend.capabilities.graph_segments:
+        why = f"a piecewise capture needs graph_segments, which is {backend.capabilities.graph_segments} here"
+    return why
 
 
 class GraphCaptureScope:
@@ -132,13 +140,9 @@ class GraphCaptureScope:
         self._begin_segment()
 
     def _why_inert(self) -> str | None:
-        backend = self.graph.backend
         if not self.enabled:
             return self.why_off or "capture is switched off"
-        why = backend.graphs.unsupported()
-        if why is None and self.mode is CaptureMode.PIECEWISE and not backend.capabilities.graph_segments:
-            why = f"a piecewise capture needs graph_segments, which is {backend.capabilities.graph_segments} here"
-        return why
+        return why_unsupported(self.graph.backend, self.mode)
 
     def _refuse_nesting(self) -> None:
         outer = current_scope()

@@ -25,7 +25,7 @@ from halma.hal.backend import Backend, GraphCounts, Stream
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.errors import CaptureError
 from halma.hal.graph.agreement import Agreement, NoAgreement
-from halma.hal.graph.breakable import BreakableGraph
+from halma.hal.graph.breakable import BreakableGraph, CaptureMode
 from halma.hal.graph.budget import MemoryBudget
 from halma.hal.graph.capturing import Entry, InputsOf, Program, Stages
 from halma.hal.graph.descriptor import Descriptor
@@ -33,7 +33,7 @@ from halma.hal.graph.executables import ExecutablePool, process_pool
 from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.ladder import refuse_unfit
 from halma.hal.graph.orders import ordered
-from halma.hal.graph.scope import current_scope
+from halma.hal.graph.scope import current_scope, why_unsupported
 from halma.hal.graph.session_report import SessionReport, SessionRow
 from halma.hal.settings import GraphSwitch, settings
 from halma.hal.workspace import Workspace
@@ -54,6 +54,7 @@ class CaptureSession:
         workspace: what programs take their memory from. A scratch session makes a sibling of it; build programs
             on :attr:`workspace`.
         kind: ``persistent`` or ``scratch``.
+        mode: ``PIECEWISE`` where programs have breaks; ``FULL`` refuses them (G5).
         switch: which roles are captured at all; by default what ``HALMA_GRAPH`` and its like say.
         strict: a step that would run eagerly though its role is captured is an error.
         budget: most bytes the session may hold, its workspace included; None: no limit.
@@ -72,6 +73,7 @@ class CaptureSession:
         workspace: Workspace,
         kind: str,
         *,
+        mode: CaptureMode = CaptureMode.FULL,
         switch: GraphSwitch | None = None,
         strict: bool = False,
         budget: int | None = None,
@@ -84,6 +86,7 @@ class CaptureSession:
             raise CaptureError(f"no kind of session called {kind!r}", do="one of " + ", ".join(KINDS))
         self.backend = backend
         self.kind = kind
+        self.mode = mode
         self.workspace = workspace.sibling() if kind == "scratch" else workspace
         self.switch = settings().graph_switch if switch is None else switch
         self.strict = strict
@@ -98,6 +101,7 @@ class CaptureSession:
             self.executables,
             agreement or NoAgreement(),
             self.inputs_of,
+            mode,
         )
         self._entries: dict[Descriptor, Entry] = {}
         self._waiting: list[Entry] = []
@@ -202,7 +206,7 @@ class CaptureSession:
     def _subjects(self, wanted: Sequence[Descriptor], order: str) -> tuple[str, ...]:
         """What all ranks must have in common before anything is captured."""
         modes = [f"{role}: {self.off_reason(role) or 'captured'}" for role in sorted({one.role for one in wanted})]
-        return (f"{self.kind}, {order}", *modes, *map(str, wanted))
+        return (f"{self.kind}, {order}, {self.mode.value}", *modes, *map(str, wanted))
 
     def _plan_and_seal(
         self,
@@ -229,7 +233,7 @@ class CaptureSession:
 
     def off_reason(self, role: str) -> str | None:
         """Why steps of ``role`` are not captured at all, or None."""
-        return self.switch.off_reason(role) or self.backend.graphs.unsupported()
+        return self.switch.off_reason(role) or why_unsupported(self.backend, self.mode)
 
     def find(self, descriptor: Descriptor) -> BreakableGraph | None:
         """The graph captured for exactly this descriptor (G15); None is recorded with its reason.
@@ -288,6 +292,11 @@ class CaptureSession:
         inputs.consume(stream)
         self.workspace.start()
         return entry.program()
+
+    @property
+    def descriptors(self) -> tuple[Descriptor, ...]:
+        """Everything that was asked for, captured or not; ``fit`` finds the one that holds a step."""
+        return tuple(self._entries)
 
     @property
     def replays(self) -> int:

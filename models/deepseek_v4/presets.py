@@ -127,7 +127,7 @@ def model_directory(name: str) -> Path:
     if name.lower() == TINY:
         return tiny_directory()
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():  # an empty name would be the current folder
         return path
     if any(name.lower() == known.lower() for known in PRESETS):
         raise ModelError(
@@ -151,7 +151,7 @@ def _unknown(name: str) -> ModelError:
     meant = [known for known in PRESETS if known.lower() in close]
     return ModelError(
         f'no model called "{name}"' + (f' (did you mean "{meant[0]}"?)' if meant else ""),
-        asked=name,
+        asked=f"--model {name}",
         found=f"known names: {', '.join(PRESETS)}; and no directory of that name",
         do=f"give {TINY}, or a directory with config.json and safetensors files",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halma.cli.output import emit_json, print_table, progress_bar
+from halma.cli.output import at_least_one, emit_json, print_table, progress_bar
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
 
@@ -51,8 +52,12 @@ def capture(
 
     limit = None if budget is None else byte_count("--budget", budget)
     left = byte_count("--reserve", reserve)
-    chosen = halma.backend(backend)  # before torch is imported: a wrong name is answered at once
+    for option, value in (("--context", context), ("--chunk", chunk)):
+        at_least_one(option, value)
     wanted = _sizes(sizes, max_requests, order, limit, left)
+    if html is not None:
+        _refuse_unwritable(html)
+    chosen = halma.backend(backend)  # all before torch is imported: what is wrong is answered at once
     from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model, with_need
     from halma.models.deepseek_v4.runner import RunnerOptions
 
@@ -92,7 +97,10 @@ def byte_count(option: str, text: str) -> int:
     found = _BYTES.fullmatch(text.strip())
     if found is None:
         raise RequestError(
-            f"{option} takes a number of bytes", asked=f"{option} {text}", do=f"{option} 512MiB, or {option} 536870912"
+            f"{option} takes a number of bytes",
+            asked=f"{option} {text}",
+            found="neither digits nor digits with a unit such as MiB or GB",
+            do=f"{option} 512MiB, or {option} 536870912",
         )
     power = " kmgt".index(found[2].lower() or " ")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
@@ -104,12 +112,22 @@ def _sizes(text: str | None, max_requests: int, order: str, budget: int | None, 
     from halma.hal.graph.ladder import decode_ladder
     from halma.hal.graph.orders import ordered
 
-    if max_requests < 1:
-        raise RequestError("a ladder needs a request", asked=f"--max-requests {max_requests}", do="1 or more")
     try:
         sizes = None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
-        raise RequestError("sizes must be integers", asked=f"--sizes {text}", do="--sizes 1,2,4") from None
+        raise RequestError(
+            "sizes must be integers",
+            asked=f"--sizes {text}",
+            found="a part between commas that is none",
+            do="--sizes 1,2,4",
+        ) from None
+    if max_requests < 1:
+        raise RequestError(
+            "a ladder needs a request",
+            asked=f"--max-requests {max_requests}",
+            found="a step of none",
+            do="--max-requests 1 or more",
+        )
     MemoryBudget(budget, reserve)
     ordered((), order)
     return tuple(one.num_requests for one in decode_ladder(max_requests, sizes=sizes))
@@ -162,15 +180,33 @@ def _capturing(label: str, total: int, show: bool) -> Iterator[Callable[[Descrip
         yield lambda descriptor: advance(next(done), total, str(descriptor))
 
 
+def _refuse_unwritable(path: Path) -> None:
+    """Before the work, which may take minutes; what happens to the folder meanwhile is seen when it is written."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        found = f"{path} is a folder"
+    elif not folder.is_dir():
+        found = f"there is no folder {folder}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        found = f"no permission to write {path if path.exists() else folder}"
+    else:
+        return
+    raise _unwritable(path, found)
+
+
+def _unwritable(path: Path, found: str) -> RequestError:
+    return RequestError(
+        "the page cannot be written", asked=f"--html {path}", found=found, do="--html capture.html, or another file"
+    )
+
+
 def _write_page(path: Path, document: dict[str, Any]) -> None:
     from halma.cli.capture_page import page
 
     try:
         path.write_text(page(document), encoding="utf-8")
     except OSError as error:
-        raise RequestError(
-            "the page cannot be written", asked=f"--html {path}", found=error.strerror or str(error)
-        ) from error
+        raise _unwritable(path, error.strerror or str(error)) from error
     print(f"halma: wrote {path}", file=sys.stderr)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from halma.cli.output import emit_json, print_table
+from halma.cli.output import emit_json, print_table, progress_bar
 from halma.hal.registry import default_registry
 from halma.hal.testing.rules import Rule, written_tests
 from halma.hal.testing.suite import RuleResult, SuiteResult, chosen_rules, run_suite
@@ -28,7 +28,9 @@ def conformance(
     if show:
         _list(rules, json=json)
         return
-    result = run_suite(default_registry().choose(backend)[0].name, rules)
+    name = default_registry().choose(backend)[0].name
+    with progress_bar(f"testing {name}", disable=json):
+        result = run_suite(name, rules)
     if json:
         emit_json({"schema": "halma.conformance/1", **result.as_json()})
     else:
@@ -91,7 +93,7 @@ def _list(rules: Sequence[Rule], *, json: bool) -> None:
     rows: list[tuple[str, str, str]] = []
     for one in rules:
         guards, controls = held[one.id]
+        rows.append((one.id, one.title, ""))
         lines = [("test", name) for name in guards] + [("control", name) for name in controls]
-        for position, (kind, name) in enumerate(lines or [("none", one.elsewhere or "NOT COVERED")]):
-            rows.append((one.id if position == 0 else "", kind, name))
+        rows += [("", *line) for line in lines or [("none", one.elsewhere or "NOT COVERED")]]
     print_table(("rule", "", ""), rows)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
     from halma.hal.dispatch import OpTable
 
+WORDS = (
+    "\nA higher priority goes first, the reference (plain PyTorch) last.\n"
+    "chosen: runs; spare: applies too; refused: does not apply, for the reason given"
+)
 Counted = tuple[Decision, int]
 """A decision and how often it was made; 0 where it was only asked about."""
 
@@ -58,6 +62,7 @@ def explain(
     table.get(op)
     calls = [described(op, table, shape)] if shape else _examples(op, rows)
     show_decisions([(decide(table, name, op, call), 0) for call in calls], backend=name, missing=missing, json=json)
+    _print_words(json)
 
 
 def _explain_model(model: str, backend: str | None, *, json: bool) -> None:
@@ -75,6 +80,12 @@ def _explain_model(model: str, backend: str | None, *, json: bool) -> None:
     decisions.clear()
     loaded.runner.prepare()
     show_decisions(decisions.all("op"), backend=chosen.name, json=json)
+    _print_words(json)
+
+
+def _print_words(json: bool) -> None:
+    if not json:
+        print(WORDS)
 
 
 def show_decisions(
@@ -94,7 +105,7 @@ def show_decisions(
         emit_json({"schema": "halma.explain/1", "backend": backend, "missing": list(missing), "decisions": records})
         return
     for position, (decision, count) in enumerate(decisions):
-        times = f"  ({count} times)" if count else ""
+        times = f"  ({count} {'time' if count == 1 else 'times'})" if count else ""
         title = f"{decision.asked or decision.subject}  {decision.kind} on {backend}{times}"
         rows = [("  " + c.name, "chosen" if c.chosen else _verdict(c.reason), c.reason) for c in decision.candidates]
         print_table(("", "", ""), rows, title="\n" * bool(position) + title)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halma.cli.output import emit_json, print_table, progress_bar
+from halma.cli.output import at_least_one, emit_json, print_table, progress_bar
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
 
@@ -54,6 +54,9 @@ def generate(
         raise RequestError("a batch needs at least one request", asked=f"--batch {batch}", do="--batch 1 or more")
     if max_tokens < 1:
         raise RequestError("nothing to generate", asked=f"--max-tokens {max_tokens}", do="--max-tokens 1 or more")
+    at_least_one("--chunk", chunk)
+    if context is not None:
+        at_least_one("--context", context)
     chosen = halma.backend(backend)  # before torch is imported: a wrong name is answered at once
     from halma.models.deepseek_v4.engine import Engine
     from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model, with_need
@@ -120,7 +123,10 @@ def _prompts(
             texts = [_decode(file.read_bytes(), str(file))]
         except OSError as error:
             raise RequestError(
-                "the prompt file cannot be read", asked=str(file), found=error.strerror or str(error)
+                "the prompt file cannot be read",
+                asked=f"--file {file}",
+                found=error.strerror or str(error),
+                do="--file with a text file that exists",
             ) from error
     elif texts is None:
         if sys.stdin.isatty():

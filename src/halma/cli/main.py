@@ -7,9 +7,12 @@ error and no traceback. 130: interrupted. 141: nobody reads what we print. A tra
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -49,7 +52,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except HalmaError as error:
-        print(f"halma: {error}", file=sys.stderr)
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+        print(shown(f"halma: {error}", width), file=sys.stderr)
         code = REFUSED
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -59,6 +63,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         code = BROKEN_PIPE
     return code
+
+
+def shown(message: str, width: int | None) -> str:
+    """A refusal folded under its labels; None is no terminal, where every line stays one line."""
+    if width is None:
+        return message
+    indent = " " * len("  found: ")
+    folded = (
+        textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+        for line in message.splitlines()
+    )
+    return "\n".join(line for lines in folded for line in lines)
 
 
 def _ends_cleanly(command: Callable[..., None]) -> Callable[..., None]:
@@ -106,4 +122,5 @@ def _start(
 
 
 for _command in COMMANDS:
-    app.command()(_ends_cleanly(_command))
+    # Without a short help the list of commands cuts each off where its column ends.
+    app.command(short_help=inspect.getdoc(_command))(_ends_cleanly(_command))

@@ -13,11 +13,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from halma.hal.errors import RequestError
+
 Advance = Callable[[int, int, str], None]
 """(done so far, all there is, what it is at): moves a progress bar."""
 
 _SCHEMA = re.compile(r"halma\.[a-z]+/[1-9][0-9]*")
 _GAP = "  "
+
+
+def at_least_one(option: str, value: int) -> None:
+    """Refuse an option's number below 1.
+
+    Raises:
+        RequestError: naming the option.
+    """
+    if value < 1:
+        raise RequestError(
+            f"{option} takes a number from 1 on", asked=f"{option} {value}", found=f"{value} is below 1", do="1 or more"
+        )
 
 
 def emit_json(document: Mapping[str, Any]) -> None:
@@ -76,14 +90,15 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]], title: st
     from rich.text import Text
 
     # Text, not str: rich would read [M, D] as markup.
-    table = Table(
-        title=None if title is None else Text(title), title_justify="left", box=SIMPLE_HEAD, show_header=any(headers)
-    )
+    table = Table(box=SIMPLE_HEAD, show_header=any(headers))
     for header in headers:
         table.add_column(Text(header), overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    console = Console()
+    if title is not None:
+        console.print(Text(title))  # a table's own title would be folded to the table's width
+    console.print(table)
 
 
 def _plain(value: Any) -> Any:
