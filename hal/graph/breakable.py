@@ -17,6 +17,7 @@ import torch
 from halma.hal.backend import Backend, GraphCounts, GraphNode, GraphPart, Stream
 from halma.hal.errors import CaptureError
 from halma.hal.graph.current import current_scope, note_failure
+from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.outputs import Generation, guard
 from halma.hal.graph.retire import drain, follow_last_use, lease, retire
@@ -131,6 +132,8 @@ class BreakableGraph:
         self.mode: CaptureMode | None = None
         self.workspace: Workspace | None = None
         self.grad_mode: tuple[bool, bool] | None = None
+        self.descriptor: Descriptor | None = None
+        """What a session captured it for: the rows of its inputs are checked against it."""
         self.inputs = InputSet()
         """What a replay reads and must find fresh (G12); the caller's to set, a reset leaves it."""
         self._outputs: Any = None
@@ -205,7 +208,7 @@ class BreakableGraph:
         drain()
         device = self.backend.device
         stream = stream or device.current_stream()
-        self.inputs.check(self)
+        self.inputs.check(self.descriptor or self)
         with lease(self.workspace, f"a replay of {self}"):
             follow_last_use(self.workspace, stream, device)
             self.inputs.consume(stream)

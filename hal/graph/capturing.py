@@ -121,7 +121,7 @@ class Stages:
         device = self.backend.device
         before = device.memory_info()
         graph = entry.graph = BreakableGraph(self._pooled, str(entry.descriptor))
-        graph.inputs = self.inputs_of(entry.descriptor)
+        graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
         self.workspace.start()
         with GraphCaptureScope(graph, self.workspace, mode=self.mode):
             graph.set_outputs(entry.program())

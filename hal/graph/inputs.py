@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from halma.hal.backend import Backend, Event, Stream
 from halma.hal.errors import CaptureError, StaleInputError
+from halma.hal.graph.descriptor import Descriptor
 
 Number = bool | int | float
+Per = Literal["token", "request", "step"]
 STAGES = 2
 """Staging buffers of an input: with two, the host fills one while the device may still read the other."""
 
@@ -55,6 +58,8 @@ class PersistentInput:
         null: what every row holds while a program is warmed up and captured, where padding would make the
             program skip its work: a target that takes any write, such as the null page. ``pad`` by default.
         backend: whose device it is; gives pinned staging and events. Only host memory does without.
+        per: what a row stands for: a ``token`` or a ``request`` of the step, so that a step with more rows than
+            its descriptor has is refused, or the whole ``step``, where their number has no meaning.
 
     Raises:
         CaptureError: the tensor has no rows, is not contiguous, or ``pad`` or ``null`` is no value of its dtype.
@@ -68,8 +73,10 @@ class PersistentInput:
         pad: Number,
         null: Number | None = None,
         backend: Backend | None = None,
+        per: Per = "token",
     ) -> None:
         self.name = name
+        self.per: Per = per
         self.tensor = tensor
         self.pad = pad
         self.null = pad if null is None else null
@@ -185,6 +192,20 @@ class PersistentInput:
                 "has moved", "the tensor's memory is not the one it was bound to", do="write with refresh()"
             )
 
+    def check_rows(self, descriptor: Descriptor) -> None:
+        """Refuse more rows than the step has: a replay would leave the last ones out without a word.
+
+        Raises:
+            CaptureError: too many rows.
+        """
+        room = {"token": descriptor.num_tokens, "request": descriptor.num_requests}.get(self.per)
+        if room is not None and self.rows is not None and self.rows > room:
+            raise self._refused(
+                f"holds {self.rows} rows, one a {self.per}",
+                f"{descriptor} has room for {room}",
+                do='choose a descriptor that holds the step (fit() finds it), or declare the input per="step"',
+            )
+
     def consume(self, stream: Stream | None = None) -> None:
         """A replay on ``stream`` takes the rows: it waits for a refresh on another stream, and wants new ones next.
 
@@ -292,11 +313,11 @@ class InputSet:
         """Refuse a replay unless every input was refreshed or kept since the last one (G12).
 
         Args:
-            step: what is about to be replayed, for the message.
+            step: what is about to be replayed; of a descriptor the number of rows is checked too.
 
         Raises:
             StaleInputError: names every input that was not.
-            CaptureError: an input's memory was replaced.
+            CaptureError: an input's memory was replaced; it holds more rows than the step.
         """
         stale = [one for one in self if not one.fresh]
         if stale:
@@ -309,6 +330,8 @@ class InputSet:
             )
         for one in self:
             one.check_place()
+            if isinstance(step, Descriptor):
+                one.check_rows(step)
 
     def consume(self, stream: Stream | None = None) -> None:
         """A replay on ``stream`` takes the rows of all of them."""
@@ -326,7 +349,14 @@ class InputSet:
 
 
 def persistent_input(
-    backend: Backend, name: str, shape: Sequence[int], dtype: torch.dtype, *, pad: Number, null: Number | None = None
+    backend: Backend,
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    pad: Number,
+    null: Number | None = None,
+    per: Per = "token",
 ) -> PersistentInput:
     """An input in memory of its own, [capacity, ...], all padding at first; see :class:`PersistentInput`."""
     if not shape or min(shape) < 0:
@@ -336,7 +366,7 @@ def persistent_input(
             found="no such shape of memory",
             do="give the most rows of a step, then the shape of a row: (8, 64)",
         )
-    made = PersistentInput(name, backend.memory.empty(shape, dtype), pad=pad, null=null, backend=backend)
+    made = PersistentInput(name, backend.memory.empty(shape, dtype), pad=pad, null=null, backend=backend, per=per)
     with torch.no_grad():
         made.tensor.fill_(pad)
     return made

@@ -25,17 +25,17 @@ class V4Inputs:
     """
 
     def __init__(self, backend: Backend, requests: int, tokens: int) -> None:
-        def integers(name: str, rows: int, null: int = 0) -> PersistentInput:
-            return persistent_input(backend, name, (rows,), torch.int64, pad=0, null=null)
+        def integers(name: str, null: int = 0) -> PersistentInput:
+            return persistent_input(backend, name, (requests,), torch.int64, pad=0, null=null, per="request")
 
         def floats(name: str, pad: float) -> PersistentInput:
-            return persistent_input(backend, name, (requests,), torch.float32, pad=pad)
+            return persistent_input(backend, name, (requests,), torch.float32, pad=pad, per="request")
 
-        self.tokens = integers("tokens", tokens)
-        self.slot = integers("slot", requests)
-        self.count = integers("count", requests, null=1)
+        self.tokens = persistent_input(backend, "tokens", (tokens,), torch.int64, pad=0)
+        self.slot = integers("slot")
+        self.count = integers("count", null=1)
         self.temperature, self.top_p = floats("temperature", 0.0), floats("top_p", 1.0)
-        self.seed = integers("seed", requests)
+        self.seed = integers("seed")
         per_request = (self.slot, self.count, self.temperature, self.top_p, self.seed)
         self._sets = {"decode": InputSet(per_request), "prefill": InputSet((self.tokens, *per_request))}
 

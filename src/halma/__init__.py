@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from halma.hal.graph.cells import Cell as Cell
     from halma.hal.graph.descriptor import Descriptor as Descriptor
     from halma.hal.graph.forks import fork as fork
-    from halma.hal.graph.inputs import InputSet, Number, PersistentInput
+    from halma.hal.graph.inputs import InputSet, Number, Per, PersistentInput
     from halma.hal.graph.ladder import fit as fit
     from halma.hal.graph.ladder import ladder as ladder
     from halma.hal.graph.session import CaptureSession
@@ -125,6 +125,7 @@ def persistent_input(
     *,
     pad: Number = 0,
     null: Number | None = None,
+    per: Per = "token",
     backend: Backend | str | None = None,
 ) -> PersistentInput:
     """An input of captured programs: memory [capacity, ...] at one address, fresh rows at every replay.
@@ -135,6 +136,8 @@ def persistent_input(
         dtype: of rows; others are refused, not converted.
         pad: what rows behind a step's own hold.
         null: what all rows hold during capture, where padding would make the program skip its work.
+        per: what a row stands for, ``token``, ``request`` or the whole ``step``: more rows than a replay's descriptor
+            has are refused.
         backend: as for :func:`session`.
 
     Raises:
@@ -143,7 +146,7 @@ def persistent_input(
     """
     from halma.hal.graph.inputs import persistent_input as make
 
-    return make(_chosen(backend), name, shape, dtype, pad=pad, null=null)
+    return make(_chosen(backend), name, shape, dtype, pad=pad, null=null, per=per)
 
 
 def _chosen(named: Backend | str | None) -> Backend:

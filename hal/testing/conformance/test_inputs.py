@@ -12,6 +12,7 @@ import torch
 from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError, StaleInputError
 from halma.hal.graph.breakable import BreakableGraph
+from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.inputs import InputSet, PersistentInput, persistent_input
 from halma.hal.testing.conformance.capturing import F32, captured, empty, numbers
 from halma.hal.workspace import Workspace
@@ -81,6 +82,23 @@ def test_memory_that_was_replaced_is_refused(capturing: Backend) -> None:
     toy.x.tensor = toy.x.tensor.clone()
     with pytest.raises(CaptureError, match="'x' has moved"):
         toy.graph.replay()
+
+
+@pytest.mark.invariant("G12")
+@pytest.mark.parametrize(("per", "rows"), [("token", 7), ("request", 3)])
+def test_more_rows_than_the_step_has_are_refused(halma_backend: Backend, per: Any, rows: int) -> None:
+    x = persistent_input(halma_backend, "x", (8, 2), F32, pad=0.0, per=per)
+    x.refresh(torch.ones(rows, 2))
+    with pytest.raises(CaptureError, match=f"'x' holds {rows} rows, one a {per}"):
+        InputSet((x,)).check(Descriptor("verify", 2, 3))
+
+
+@pytest.mark.invariant("G12", control=True)
+@pytest.mark.parametrize(("per", "rows"), [("token", 6), ("token", 0), ("request", 2), ("step", 8)])
+def test_rows_that_the_step_has_pass(halma_backend: Backend, per: Any, rows: int) -> None:
+    x = persistent_input(halma_backend, "x", (8, 2), F32, pad=0.0, per=per)
+    x.refresh(torch.ones(rows, 2))
+    InputSet((x,)).check(Descriptor("verify", 2, 3))
 
 
 @pytest.mark.invariant("G12", control=True)
