@@ -16,7 +16,7 @@ import torch
 
 from halma.hal.backend import Backend, GraphCounts, GraphNode, GraphPart, Stream
 from halma.hal.errors import CaptureError
-from halma.hal.graph.current import current_scope, note_failure
+from halma.hal.graph.current import refuse_step_in_scope
 from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.outputs import Generation, guard
 from halma.hal.graph.retire import drain, follow_last_use, lease, retire
@@ -201,7 +201,7 @@ class BreakableGraph:
                 do="wrap capture and replay in the same torch.no_grad()",
             )
         assert self.workspace is not None
-        self._refuse_inside_a_capture()
+        refuse_step_in_scope(f"{self} cannot be replayed")
         drain()
         device = self.backend.device
         stream = stream or device.current_stream()
@@ -215,17 +215,6 @@ class BreakableGraph:
         self.replays += 1
         counters.replays += 1
         return self.outputs()
-
-    def _refuse_inside_a_capture(self) -> None:
-        scope = current_scope()
-        if scope is not None and scope.segment_open:
-            error = CaptureError(
-                f"{self} cannot be replayed inside a capture",
-                found=f"{scope.graph} is being captured on this thread",
-                do="close the capture first, or replay in a break, on another workspace",
-            )
-            note_failure(error)
-            raise error
 
     def _replay(self, stream: Stream) -> None:
         graphs = self.backend.graphs

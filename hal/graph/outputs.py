@@ -78,7 +78,7 @@ class GuardedTensor(torch.Tensor):
         born, now = self._generation, self._generation.among
         if born.live:
             return
-        who = "the same graph" if born.owner == now.owner else "another graph on the same workspace"
+        who = "the same graph" if born.owner == now.owner else "another graph or step on the same workspace"
         raise StaleOutputError(
             f"{self._name} was used after a later replay",
             asked=f"{_called(func)} on {str(self._plain.dtype).removeprefix('torch.')}{list(self._plain.shape)}",
