@@ -16,7 +16,8 @@ import torch
 
 from halma.hal.backend import Backend, GraphCounts, GraphNode, GraphPart, Stream
 from halma.hal.errors import CaptureError
-from halma.hal.graph.current import refuse_step_in_scope
+from halma.hal.graph.cells import leaves
+from halma.hal.graph.current import note_failure, refuse_step_in_scope
 from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.outputs import Generation, guard
 from halma.hal.graph.retire import drain, follow_last_use, lease, retire
@@ -151,7 +152,17 @@ class BreakableGraph:
         return not self.segments and not self.breaks
 
     def set_outputs(self, outputs: Any) -> None:
-        """What the program returned, for :meth:`outputs`."""
+        """What the program returned, for :meth:`outputs`.
+
+        Raises:
+            CaptureError: a result whose scope closed: its memory is another's by now.
+        """
+        try:
+            for tensor in leaves(outputs) if self.workspace is not None else ():
+                self.workspace.refuse_recycled(tensor)
+        except CaptureError as error:
+            note_failure(error)
+            raise
         self._outputs = outputs
 
     def outputs(self) -> Any:
