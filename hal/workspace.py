@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,8 @@ class Workspace:
         """Depth of op calls and of the workspace's own work: at 0, arithmetic is a program's own (W5)."""
         self.generations = Generations()
         """Replays that wrote into this memory (G14)."""
+        self.refuse_recycled: Callable[[torch.Tensor], None] = lambda _: None
+        """Set by who lends results from here (:meth:`take_fallback`): raises for one whose scope closed."""
         self._roots: dict[str, Scope] = {"main": Scope("main", None)}
         self._current = self._roots["main"]
         self._lanes_in_use: set[str] = set()

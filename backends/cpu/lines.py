@@ -8,12 +8,17 @@ import sys
 
 import torch
 
-_OURS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+from halma.hal import workspace
+
+_HAL = os.path.dirname(workspace.__file__) + os.sep
+# What stands between a program and its work: the call of an op, a break, the poison of a scope that closes.
+_BETWEEN = tuple(_HAL + part for part in ("dispatch.py", "graph" + os.sep, "workspace"))
+_OURS = (*[os.path.dirname(path) + os.sep for path in (torch.__file__, __file__)], *_BETWEEN)
 _PYTHONS = os.path.dirname(contextlib.__file__) + os.sep
 
 
 def program_line() -> str:
-    """``file:line`` of the innermost frame that is not torch's, this backend's or the standard library's."""
+    """``file:line`` of the innermost frame that is not torch's, this layer's or the standard library's."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

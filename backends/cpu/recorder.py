@@ -23,6 +23,7 @@ from halma.backends.cpu.streams import CaptureClock, CpuStream
 from halma.backends.cpu.tape import Node, Template, Work
 from halma.hal.errors import CaptureError
 from halma.hal.workspace import POISON_BYTE, Workspace
+from halma.hal.workspace_fallback import Fallback
 
 _USE_WHERE = "use torch.where(..., out=) or masked_fill_ on the whole tensor, or gather by indices"
 _MOVES = torch.ops.aten.copy_.default
@@ -49,6 +50,7 @@ class Recorder(DispatchMode):
         self._device = device
         self._pool = pool_of(workspace)
         self._nodes: list[Node] = []
+        self._made_on: dict[Fallback, CpuStream] = {}
         self._fallbacks: list[FallbackUse] = []
         self._handlers: dict[Kind, Callable[[Overload, Rule, Sequence[Any], Mapping[str, Any]], Any]] = {
             Kind.COMPOSITE: self._decompose,
@@ -253,6 +255,9 @@ class Recorder(DispatchMode):
     def _place(self, func: Overload, meta: torch.Tensor, *, out_variant: bool) -> Placed:
         self._free_dead(poison=True)
         placed = self._pool.place(meta)
+        loan = self._pool.loan_of(placed.handed)
+        if loan is not None:
+            self._made_on[loan] = self._device.current_stream()
         self._fallbacks.append(FallbackUse(rule_of(func).label, placed.nbytes, program_line(), out_variant))
         return placed
 
@@ -266,10 +271,14 @@ class Recorder(DispatchMode):
         dead = self._pool.dead
         while dead:
             loan = dead.popleft()
+            maker = self._made_on.pop(loan, self.clock.origin)
             if not loan.give_back() or not (poison and self.workspace.checked):
                 continue
             stream = self._device.current_stream()
-            stamp = self.clock.stamp(stream if self.clock.takes_part(stream) else self.clock.origin)
+            stream = stream if self.clock.takes_part(stream) else self.clock.origin
+            if not self.clock.has_seen(stream, maker):
+                continue  # its last use may still run there; poison from here would be a race of our own making
+            stamp = self.clock.stamp(stream)
             call = partial(loan.memory.fill_, POISON_BYTE)
             self._nodes.append(
                 Node("poison", call, Work.POISON, f"recycled in {loan.scope!r}", stamp, writes=(loan.memory,))

@@ -164,20 +164,29 @@ class ResultPool:
         Raises:
             CaptureError: its loan ended with the scope it was made in.
         """
+        self.refuse_ended(tensor)
         loan = self.loan_of(tensor)
         if loan is None:
             return tensor
-        if not loan.valid:
-            raise CaptureError(
-                f"a result made in the scope {loan.scope!r} is used after the scope closed",
-                found=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}; its memory is recycled by now",
-                do="take the destination in the outer scope and write the result there",
-            )
         if tensor.is_conj() or tensor.is_neg():
             raise CaptureError(
                 "a lazily conjugated or negated result cannot be captured", do="write it out with out=, or resolve it"
             )
         return _at(loan, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def refuse_ended(self, tensor: torch.Tensor) -> None:
+        """Refuse a result whose memory is free again.
+
+        Raises:
+            CaptureError: its loan ended with the scope it was made in.
+        """
+        loan = self.loan_of(tensor)
+        if loan is not None and not loan.valid:
+            raise CaptureError(
+                f"a result made in the scope {loan.scope!r} is used after the scope closed",
+                found=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}; its memory is recycled by now",
+                do="take the destination in the outer scope and write the result there",
+            )
 
 
 def _at(loan: Fallback, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
@@ -194,4 +203,5 @@ def pool_of(workspace: Workspace) -> ResultPool:
     pool = _pools.get(workspace)
     if pool is None:
         pool = _pools[workspace] = ResultPool(workspace)
+        workspace.refuse_recycled = pool.refuse_ended
     return pool

@@ -64,6 +64,10 @@ class CaptureClock:
         """Whether work on ``stream`` belongs to the capture."""
         return stream in self._counts
 
+    def has_seen(self, stream: CpuStream, other: CpuStream) -> bool:
+        """Whether all work of ``other`` so far comes before what ``stream`` is given next."""
+        return stream is other or self._seen[stream].get(other, 0) >= self._counts.get(other, 0)
+
     def stamp(self, stream: CpuStream) -> Stamp:
         """Count one piece of work.
 

@@ -16,7 +16,8 @@ import torch
 
 from halma.hal.backend import Backend, GraphCounts, GraphNode, GraphPart, Stream
 from halma.hal.errors import CaptureError
-from halma.hal.graph.current import current_scope, note_failure
+from halma.hal.graph.cells import leaves
+from halma.hal.graph.current import note_failure, refuse_step_in_scope
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.outputs import Generation, guard
@@ -154,7 +155,17 @@ class BreakableGraph:
         return not self.segments and not self.breaks
 
     def set_outputs(self, outputs: Any) -> None:
-        """What the program returned, for :meth:`outputs`."""
+        """What the program returned, for :meth:`outputs`.
+
+        Raises:
+            CaptureError: a result whose scope closed: its memory is another's by now.
+        """
+        try:
+            for tensor in leaves(outputs) if self.workspace is not None else ():
+                self.workspace.refuse_recycled(tensor)
+        except CaptureError as error:
+            note_failure(error)
+            raise
         self._outputs = outputs
 
     def outputs(self) -> Any:
@@ -204,7 +215,7 @@ class BreakableGraph:
                 do="wrap capture and replay in the same torch.no_grad()",
             )
         assert self.workspace is not None
-        self._refuse_inside_a_capture()
+        refuse_step_in_scope(f"{self} cannot be replayed")
         drain()
         device = self.backend.device
         stream = stream or device.current_stream()
@@ -218,17 +229,6 @@ class BreakableGraph:
         self.replays += 1
         counters.replays += 1
         return self.outputs()
-
-    def _refuse_inside_a_capture(self) -> None:
-        scope = current_scope()
-        if scope is not None and scope.segment_open:
-            error = CaptureError(
-                f"{self} cannot be replayed inside a capture",
-                found=f"{scope.graph} is being captured on this thread",
-                do="close the capture first, or replay in a break, on another workspace",
-            )
-            note_failure(error)
-            raise error
 
     def _replay(self, stream: Stream) -> None:
         graphs = self.backend.graphs

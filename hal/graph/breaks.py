@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halma.hal.backend import GraphNode
 from halma.hal.errors import CaptureError
 from halma.hal.graph.breakable import counters, made_current
-from halma.hal.graph.cells import Cell, holds_tensors, host_values, pinned, write
+from halma.hal.graph.cells import Cell, holds_tensors, host_values, leaves, pinned, write
 from halma.hal.graph.current import current_scope, keep_until_closed, note_failure, one_time_work
 from halma.hal.workspace import Place, Workspace
 
@@ -167,24 +167,26 @@ class BreakPoint:
         place = scope.workspace.place() if scope is not None else None
         stream = made_current(scope.stream, scope.graph.backend) if record and scope and scope.stream else nullcontext()
         with self._guard.let_through() if self._guard is not None else nullcontext(), stream, one_time_work():
+            for tensor in leaves((args, kwargs)) if scope is not None else ():
+                scope.workspace.refuse_recycled(tensor)  # its memory would be another's at each replay
             result = fn(*args, **kwargs)
-            result, destination = self._deliver(result)
+            result, destination = self._deliver(result, (args, kwargs))
         keep_until_closed(args, kwargs, result)
         if record is not None and place is not None:
             cell = self.out if destination is not None and isinstance(self.out, Cell) else None
             record.calls.append(HostCall(fn, args, kwargs, place, result, cell, destination))
         return result
 
-    def _deliver(self, result: Any) -> tuple[Any, Any]:
+    def _deliver(self, result: Any, given: Any) -> tuple[Any, Any]:
         """What the program gets, and the destination if there is one."""
         out = self.out
         if isinstance(out, Cell):
-            return (None, None) if result is None else self._fill(out, result)
+            return (None, None) if result is None else self._fill(out, result, given)
         if out is IN_PLACE:
             _refuse_raw(result, self.name)
         return result, None
 
-    def _fill(self, cell: Cell, result: Any) -> tuple[Any, Any]:
+    def _fill(self, cell: Cell, result: Any, given: Any) -> tuple[Any, Any]:
         cell.check(result, self.name)
         if self._written:
             raise CaptureError(
@@ -197,8 +199,8 @@ class BreakPoint:
         self._written = True
         if cell.memory is not None:
             return cell.hold(write(cell.memory, result, self.name)), cell.memory
-        if self._record is not None:
-            result = pinned(result)
+        if self._record is not None and self._scope is not None:
+            result = pinned(result, given, self._scope.workspace)
         return cell.hold(result), result
 
     def __exit__(

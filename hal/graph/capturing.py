@@ -18,6 +18,7 @@ from halma.hal.graph.budget import MemoryBudget, Meter
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.executables import ExecutablePool, PooledBackend
 from halma.hal.graph.inputs import InputSet
+from halma.hal.graph.retire import lease
 from halma.hal.graph.scope import GraphCaptureScope
 from halma.hal.workspace import Workspace
 
@@ -78,9 +79,10 @@ class Stages:
 
     def plan(self, entry: Entry) -> None:
         """Show the workspace every take. A backend that has to run the program for that has warmed it up, too."""
-        self.inputs_of(entry.descriptor).valid_work()
-        self.workspace.start()
-        self.backend.graphs.dry_run(entry.program, self.workspace)
+        with lease(self.workspace, f"the warm-up of {entry.descriptor}"):
+            self.inputs_of(entry.descriptor).valid_work()
+            self.workspace.start()
+            self.backend.graphs.dry_run(entry.program, self.workspace)
         entry.warm = True
 
     def capture(self, entry: Entry, held: int, off: str | None) -> None:

@@ -9,13 +9,15 @@ from typing import Any, cast
 import torch
 
 from halma.hal.errors import CaptureError
+from halma.hal.graph.outputs import overlap
+from halma.hal.workspace import Workspace
 
 
 class Cell:
     """Where the result of a break goes: a tensor, or a sequence, mapping or dataclass that holds tensors.
 
-    In a capture the first result becomes the destination (or the memory given here, if any): the next segment
-    reads its address, the graph keeps it alive, and each replay copies the new result into it. Address, dtype
+    In a capture the first result becomes the destination (a copy of it where it is an argument's memory or part of
+    a larger tensor; the memory given here, if any): the next segment reads its address, the graph keeps it alive, and each replay copies the new result into it. Address, dtype
     and shape never change; values that are no tensors are taken over as they come. Outside a capture the cell
     just holds the latest result, unless memory was given: then results are always copied into that.
 
@@ -58,7 +60,7 @@ class Cell:
         Raises:
             CaptureError: it holds no tensor.
         """
-        if next(_leaves(value), None) is None:
+        if next(leaves(value), None) is None:
             raise CaptureError(
                 f"{break_name}: its result cannot be copied into a cell",
                 found=f"{type(value).__name__} holds no tensor",
@@ -69,11 +71,18 @@ class Cell:
         return f"the cell {self.name!r}" if self.name else "a cell without a name"
 
 
-def pinned(value: Any) -> Any:
-    """``value`` as a destination: itself, but for tensors that repeat memory and so cannot be written."""
+def pinned(value: Any, given: Any, workspace: Workspace) -> Any:
+    """``value`` as a destination: itself, but for tensors that replays must not write.
+
+    Those repeat memory, or are somebody else's: they lie in what the break was given, or are a part of something
+    larger (a row of a store). Writing them would change the program's own state at every replay.
+    """
+    taken = list(leaves(given))
 
     def writable(tensor: torch.Tensor, _: object) -> torch.Tensor:
-        return tensor.clone() if _repeats(tensor) else tensor
+        part = tensor.untyped_storage().nbytes() > tensor.nbytes and not workspace.holds(tensor)
+        own = not (part or _repeats(tensor) or any(overlap(tensor, other) for other in taken))
+        return tensor if own else tensor.clone()
 
     return _rebuilt(value, value, writable)
 
@@ -146,23 +155,24 @@ def _mapping(destination: Mapping[Any, Any], value: Any, leaf: Any) -> Any:
     return {key: _rebuilt(destination[key], fresh[key], leaf) for key in destination}
 
 
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
+def leaves(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a result: itself, or those in sequences, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for part in cast("Sequence[Any]", value):
-            yield from _leaves(part)
+            yield from leaves(part)
     elif isinstance(value, Mapping):
         for part in cast("Mapping[Any, Any]", value).values():
-            yield from _leaves(part)
+            yield from leaves(part)
     elif is_dataclass(value) and not isinstance(value, type):
         for part in fields(value):
-            yield from _leaves(getattr(value, part.name))
+            yield from leaves(getattr(value, part.name))
 
 
 def holds_tensors(value: Any) -> bool:
     """Whether a tensor is anywhere in it."""
-    return next(_leaves(value), None) is not None
+    return next(leaves(value), None) is not None
 
 
 def host_values(value: Any) -> Any:

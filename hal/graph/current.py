@@ -76,6 +76,27 @@ def note_failure(error: BaseException) -> None:
         scope.poison(error)
 
 
+def refuse_step_in_scope(what: str) -> None:
+    """Refuse a step inside a scope of this thread, but for the host work of a break.
+
+    Inert scopes refuse it too, since a switch makes no program legal (G2). ``what`` begins the message, such as
+    "decode cannot be replayed".
+
+    Raises:
+        CaptureError: a scope is open, and no break of it runs.
+    """
+    scope = _state.scope
+    if scope is None or scope.in_break:
+        return
+    error = CaptureError(
+        f"{what} inside a capture",
+        found=f"{scope.graph} is being captured on this thread",
+        do="close the capture first, or run it in a break, on another workspace",
+    )
+    note_failure(error)
+    raise error
+
+
 def note_launch() -> None:
     """For op dispatch only: an opaque launch runs eagerly; who counts work cannot see into it."""
     _state.launches += 1

@@ -78,7 +78,7 @@ class GuardedTensor(torch.Tensor):
         born, now = self._generation, self._generation.among
         if born.live:
             return
-        who = "the same graph" if born.owner == now.owner else "another graph on the same workspace"
+        who = "the same graph" if born.owner == now.owner else "another graph or step on the same workspace"
         raise StaleOutputError(
             f"{self._name} was used after a later replay",
             asked=f"{_called(func)} on {str(self._plain.dtype).removeprefix('torch.')}{list(self._plain.shape)}",
@@ -118,12 +118,13 @@ def _guarded_again(result: torch.Tensor, guarded: Sequence[GuardedTensor]) -> to
         if result is tensor._plain:  # pyright: ignore[reportPrivateUsage]
             return tensor
     for tensor in guarded:
-        if _overlap(result, tensor._plain):  # pyright: ignore[reportPrivateUsage]
+        if overlap(result, tensor._plain):  # pyright: ignore[reportPrivateUsage]
             return _guarded(result, tensor._generation, tensor._name)  # pyright: ignore[reportPrivateUsage]
     return result
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the byte ranges that two tensors span meet."""
     # By address: all tensors of a workspace share one storage.
     (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
     return a_start < b_end and b_start < a_end

@@ -25,10 +25,11 @@ from halma.hal.backend import Backend, GraphCounts, Stream
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.errors import CaptureError
 from halma.hal.graph.agreement import Agreement, NoAgreement
-from halma.hal.graph.breakable import BreakableGraph, CaptureMode
+from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome
 from halma.hal.graph.budget import MemoryBudget
 from halma.hal.graph.capturing import Entry, InputsOf, Program, Stages
 from halma.hal.graph.descriptor import Descriptor
+from halma.hal.graph.eager import eager_step
 from halma.hal.graph.executables import ExecutablePool, process_pool
 from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.ladder import refuse_unfit
@@ -120,7 +121,8 @@ class CaptureSession:
         """
         self._refuse_use("capture()")
         known = self._entries.get(descriptor)
-        if known is not None and known.why_not:
+        # Switched off is no failure: asking twice is as wrong as where it is on.
+        if known is not None and known.why_not and known.outcome is not Outcome.INERT:
             return None
         if known is not None:
             raise CaptureError(
@@ -288,10 +290,7 @@ class CaptureSession:
         graph = self.find(descriptor)
         if graph is not None:
             return graph.replay(stream)
-        inputs.check(descriptor)
-        inputs.consume(stream)
-        self.workspace.start()
-        return entry.program()
+        return eager_step(entry.program, self.workspace, self.backend, step=descriptor, inputs=inputs, stream=stream)
 
     @property
     def descriptors(self) -> tuple[Descriptor, ...]:

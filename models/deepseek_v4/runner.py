@@ -14,6 +14,7 @@ from halma.hal.backend import Backend
 from halma.hal.dispatch import Ops
 from halma.hal.errors import RequestError
 from halma.hal.graph.descriptor import Descriptor
+from halma.hal.graph.eager import eager_step
 from halma.hal.graph.ladder import decode_ladder, doubling, fit, largest_of
 from halma.hal.graph.session import CaptureSession
 from halma.hal.registry import default_registry
@@ -243,11 +244,13 @@ class V4Runner:
             graph = self.session.find(descriptor)
             if graph is not None:
                 return graph.replay()
-            inputs = self.inputs.read_by(descriptor)
-            inputs.check(descriptor)
-            inputs.consume()
-            self.workspace.start()
-            return self._program(descriptor, self.model)()
+            return eager_step(
+                self._program(descriptor, self.model),
+                self.workspace,
+                self.backend,
+                step=descriptor,
+                inputs=self.inputs.read_by(descriptor),
+            )
 
     def close(self) -> None:
         """Destroy the graphs."""

@@ -51,6 +51,26 @@ def test_a_result_that_is_its_destination_already_is_not_copied(toy: Toy) -> Non
 
 
 @pytest.mark.invariant("G6")
+@pytest.mark.parametrize("given", [True, False], ids=["an argument", "out of sight"])
+def test_a_result_that_is_a_view_of_state_leaves_the_state_alone(toy: Toy, given: bool) -> None:
+    state = torch.stack([toy.full(10.0), toy.full(20.0), toy.full(30.0)])
+    row = [0]
+    program = Doubling(toy, fn=lambda x: state[row[0]])
+    if given:
+
+        def program() -> torch.Tensor:  # the whole of it, in another row at each step
+            toy.plus(toy.x, 1.0)
+            with break_point(out=Cell()) as host:
+                y = host(lambda rows: rows.roll(row[0], 0) if row[0] else rows, state)
+            return toy.plus(y[0], 3.0)
+
+    graph = toy.capture(program)
+    for row[0], wanted in ((1, 33.0 if given else 23.0), (2, 23.0 if given else 33.0), (0, 13.0)):
+        assert toy.replay(graph, 1.0) == [wanted]
+        assert state[:, 0].tolist() == [10.0, 20.0, 30.0]
+
+
+@pytest.mark.invariant("G6")
 def test_an_eager_step_between_replays_does_not_move_the_destination(toy: Toy) -> None:
     program = Doubling(toy)
     graph = toy.capture(program)

@@ -185,7 +185,9 @@ def test_a_failure_of_one_rank_is_seen_by_both_with_its_message(case: str, tmp_p
 def test_no_memory_on_one_rank_keeps_both_eager(tmp_path: Path) -> None:
     for found in two_ranks("memory", tmp_path):
         assert found["error"] == "" and found["captured"] == []
-        assert len(found["reasons"]) == 1 and found["reasons"][0].startswith("rank 1: 4,611,686,018,427,387,904 bytes")
+        # They name the free memory of their moment, which is the whole machine's.
+        assert found["reasons"]
+        assert all(reason.startswith("rank 1: 4,611,686,018,427,387,904 bytes") for reason in found["reasons"])
 
 
 @pytest.mark.invariant("G26")
