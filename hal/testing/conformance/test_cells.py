@@ -1,5 +1,6 @@
 """Where results of breaks go: every replay writes the address of the capture, or is refused (G6)."""
 
+# pyright: basic
 from __future__ import annotations
 
 import gc
