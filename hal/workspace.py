@@ -74,6 +74,7 @@ class Workspace:
         self._current = self._roots["main"]
         self._lanes_in_use: set[str] = set()
         self._buffer: torch.Tensor | None = None
+        self._discarded = False
 
     # -- taking -------------------------------------------------------------------------------------
 
@@ -149,12 +150,20 @@ class Workspace:
         return self._no_growth(scope, f"{nbytes:,} bytes for {str(dtype).removeprefix('torch.')}{list(shape)}", why)
 
     def _no_growth(self, scope: Scope, asked: str, why: str) -> WorkspaceError:
-        error = WorkspaceError(
-            f"the sealed workspace cannot grow in {scope.path()!r}",
-            asked=asked,
-            found=(why, f"{self.report().total:,} bytes are sealed in all"),
-            do="include this descriptor in the dry run before seal(), or run it outside the sealed workspace",
-        )
+        if self._discarded:
+            error = WorkspaceError(
+                "the workspace was given back",
+                asked=asked,
+                found="its scratch session closed, or discard() was called",
+                do="make a new session, and build the program on that one's workspace",
+            )
+        else:
+            error = WorkspaceError(
+                f"the sealed workspace cannot grow in {scope.path()!r}",
+                asked=asked,
+                found=(why, f"{self.report().total:,} bytes are sealed in all"),
+                do="include this descriptor in the dry run before seal(), or run it outside the sealed workspace",
+            )
         note_failure(error)
         return error
 
@@ -289,7 +298,7 @@ class Workspace:
         self._roots = {"main": Scope("main", None)}
         self._current = self._roots["main"]
         self._buffer = None
-        self.sealed = True
+        self.sealed = self._discarded = True
 
     def reset(self) -> None:
         """Close whatever an exception left open; addresses and plan stay."""

@@ -28,9 +28,17 @@ def _check_mixing(streams: torch.Tensor, outputs: int, fn: torch.Tensor, base: t
 
 
 def _pre_outputs(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, *_: object, **__: object
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    iterations: int,
 ) -> tuple[Spec, ...]:
     rows, count, width = streams.shape
+    if iterations < 1:
+        raise DispatchError("hc_pre cannot do 0 iterations", asked=f"iterations={iterations}", do="ask for 1 or more")
     _check_mixing(streams, 2 * count + count * count, fn, base, 3)
     dtype = accumulator(streams.dtype)
     return Spec((rows, width), streams.dtype), Spec((rows, count), dtype), Spec((rows, count, count), dtype)

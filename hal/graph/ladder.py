@@ -15,7 +15,17 @@ from halma.hal.graph.descriptor import Descriptor
 
 
 def doubling(smallest: int, largest: int) -> tuple[int, ...]:
-    """smallest, twice that, ... up to and always including ``largest``."""
+    """smallest, twice that, ... up to and always including ``largest``.
+
+    Raises:
+        CaptureError: it starts below 1, or above its end.
+    """
+    if not 1 <= smallest <= largest:
+        raise CaptureError(
+            "these sizes cannot be doubled",
+            asked=f"sizes from {smallest} to {largest}",
+            do="start at 1 or more, and end no lower",
+        )
     sizes = [smallest]
     while sizes[-1] < largest:
         sizes.append(min(sizes[-1] * 2, largest))
@@ -43,14 +53,14 @@ def decode_ladder(
         limit: requests that the program's state holds.
 
     Raises:
-        CaptureError: a size below 1, above ``max_requests`` or above ``limit``; a duplicate.
+        CaptureError: nothing to make one of; a size below 1, above ``max_requests`` or above ``limit``; a duplicate.
     """
-    if max_requests < 1:
+    if max_requests < 1 or not (query_lens and context_capacities and variants):
         raise CaptureError(
-            f"the ladder of {role} holds nothing",
-            asked=f"at most {max_requests} requests",
-            found="sizes start at 1",
-            do="name a maximum of 1 or more, or leave the role out",
+            f"the ladder of {role} is empty",
+            asked=f"max_requests={max_requests}, query_lens={list(query_lens)}, "
+            f"context_capacities={list(context_capacities)}, variants={list(variants)}",
+            do="give at least one request, and one value of each",
         )
     chosen = list(doubling(1, max_requests) if sizes is None else sizes)
     if max_requests not in chosen:

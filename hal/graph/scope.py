@@ -79,7 +79,7 @@ class GraphCaptureScope:
         self.segment_open = False
         self.in_break = False
         self.forks = OpenForks()
-        self._home: Stream | None = None  # current while a segment is open
+        self._home: Stream | None = None  # current where the program's own work runs, outside forks
         self._unentered: list[BreakPoint] = []
         self._claimed: dict[int, tuple[Cell, str]] = {}
 
@@ -129,6 +129,7 @@ class GraphCaptureScope:
         self.active = self.why_inert is None
         if not self.active:
             counters.scopes_inert += 1
+            self._home = self.graph.backend.device.current_stream()
             return
         if self.mode is CaptureMode.FULL:
             counters.scopes_full += 1
@@ -236,7 +237,7 @@ class GraphCaptureScope:
                 found="its host work would run at the capture only",
                 do="capture with mode=CaptureMode.PIECEWISE, or keep the step free of breaks",
             )
-        current = self.graph.backend.device.current_stream() if self.active else None
+        current = self.graph.backend.device.current_stream()
         if current != self._home:
             raise CaptureError(
                 f"{point.name} was reached on a side stream",

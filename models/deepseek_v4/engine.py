@@ -43,7 +43,8 @@ class Request:
 
 @dataclass
 class Generation:
-    """A request in flight or done. ``finish`` is ``length``, ``stop`` or empty while it runs."""
+    """A request in flight or done. ``finish`` is ``length``, ``stop``, ``cancelled`` or ``failed`` (prefill raised), or
+    empty while it runs."""
 
     id: int
     request: Request
@@ -80,7 +81,8 @@ class Engine:
 
     Args:
         runner: prepared or not; an unprepared runner is prepared at the first step.
-        on_token: called for every new token, in order, one step after the device made it.
+        on_token: called for every new token, in order, one step after the device made it. What it raises comes out
+            of :meth:`step`; no token is lost, and the calls that were due come with the next step.
     """
 
     def __init__(self, runner: V4Runner, *, on_token: TokenCallback | None = None) -> None:
@@ -92,6 +94,7 @@ class Engine:
         self._free_slots = list(range(runner.plan.slots, 0, -1))
         self._free_pages = list(range(runner.plan.pages, 0, -1))
         self._behind: deque[tuple[list[Generation], Event]] = deque()
+        self._untold: deque[tuple[Generation, int]] = deque()
         self._next_id = 0
         self._batch: tuple[object, ...] = ()
 
@@ -153,7 +156,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether anything waits, runs or is yet to be read."""
-        return bool(self.waiting or self.running or self._behind)
+        return bool(self.waiting or self.running or self._behind or self._untold)
 
     def why_waiting(self) -> str:
         """Why the first waiting request does not run yet; empty when none waits."""
@@ -190,7 +193,13 @@ class Engine:
         state.page_table[generation.slot].copy_(table)
         state.lengths[generation.slot].zero_()
         self.running.append(generation)
-        self._prefill(generation)
+        try:
+            self._prefill(generation)
+        except BaseException:
+            # It holds a part of its prompt at most; decoding on would read what earlier requests left behind.
+            generation.finish = "failed"
+            self._release(generation)
+            raise
 
     def _prefill(self, generation: Generation) -> None:
         prompt, chunk = generation.request.prompt, self.runner.options.chunk
@@ -211,7 +220,7 @@ class Engine:
         context = max(len(g.request.prompt) + g.issued for g in active)
         descriptor = self.runner.decode_descriptor(len(active), context, _variant(active))
         batch = (descriptor.num_requests, *(g.id for g in active))
-        if batch == self._batch:
+        if batch == self._batch and self.runner.inputs.held:
             self.runner.inputs.keep()
         else:
             self._fill(active, [1] * len(active))
@@ -260,27 +269,38 @@ class Engine:
                 if generation.done:
                     continue  # it ended a step ago: this token is the one too many
                 position = len(generation.request.prompt) + len(generation.tokens)
-                self._report(generation, int(ring[generation.slot, position % TOKEN_RING]))
+                self._commit(generation, int(ring[generation.slot, position % TOKEN_RING]))
+            self._tell()
+        self._tell()
         self._retire()
 
-    def _report(self, generation: Generation, token: int) -> None:
+    def _commit(self, generation: Generation, token: int) -> None:
         generation.tokens.append(token)
         self.counters.tokens += 1
         if token in generation.request.stop:
             generation.finish = "stop"
         elif len(generation.tokens) >= generation.request.max_tokens:
             generation.finish = "length"
-        if self.on_token is not None:
-            self.on_token(generation, token)
+        self._untold.append((generation, token))
+
+    def _tell(self) -> None:
+        """Call back, once all tokens of a step are committed: what a callback raises must not lose the others'."""
+        while self._untold:
+            generation, token = self._untold.popleft()
+            if self.on_token is not None:
+                self.on_token(generation, token)
 
     def _retire(self) -> None:
         in_flight = {g.id for generations, _ in self._behind for g in generations}
         for generation in [g for g in self.running if g.done and g.id not in in_flight]:
-            self.running.remove(generation)
-            self._free_slots.append(generation.slot)
-            self._free_pages.extend(reversed(generation.pages))
-            self.runner.model.state.page_table[generation.slot].zero_()
-            self._batch = ()
+            self._release(generation)
+
+    def _release(self, generation: Generation) -> None:
+        self.running.remove(generation)
+        self._free_slots.append(generation.slot)
+        self._free_pages.extend(reversed(generation.pages))
+        self.runner.model.state.page_table[generation.slot].zero_()
+        self._batch = ()
 
     def cancel(self, generation: Generation) -> None:
         """End a request early; its slot comes back once no step in flight uses it."""

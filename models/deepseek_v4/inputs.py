@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from halma.hal.backend import Backend
+from halma.hal.errors import RequestError
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.inputs import InputSet, PersistentInput, persistent_input
 from halma.models.deepseek_v4.program import StepInputs
@@ -71,8 +72,22 @@ class V4Inputs:
             slots, counts: the request's slot and its real tokens in this step.
             tokens: request-major, ``query_len`` a request, for steps that read them.
             temperature, top_p, seed: greedy where they are left out.
+
+        Raises:
+            RequestError: their numbers differ; nothing was taken then.
         """
         rows = len(slots)
+        given = {"counts": counts, "temperature": temperature, "top_p": top_p, "seed": seed}
+        wrong = [f"{name} has {len(one)}" for name, one in given.items() if one is not None and len(one) != rows]
+        if tokens is not None and (len(tokens) % rows if rows else len(tokens)):
+            wrong.append(f"tokens has {len(tokens)}")
+        if wrong:
+            raise RequestError(
+                "the inputs of a step are of unequal number",
+                asked=f"{rows} requests, by their slots",
+                found=wrong,
+                do="give one of each a request, and as many tokens to each",
+            )
         self.slot.refresh(torch.tensor(slots, dtype=torch.int64))
         self.count.refresh(torch.tensor(counts, dtype=torch.int64))
         self.temperature.refresh(torch.tensor(temperature or [0.0] * rows, dtype=torch.float32))
@@ -80,6 +95,11 @@ class V4Inputs:
         self.seed.refresh(torch.tensor(seed or [0] * rows, dtype=torch.int64))
         if tokens is not None:
             self.tokens.refresh(torch.as_tensor(tokens, dtype=torch.int64).reshape(-1))
+
+    @property
+    def held(self) -> bool:
+        """Whether they hold the rows of a step, which :meth:`keep` may use again; a capture leaves work of its own."""
+        return all(one.rows is not None for one in self._sets["decode"])
 
     def keep(self) -> None:
         """A decode step of the same requests as the last one."""

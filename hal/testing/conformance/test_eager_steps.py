@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from halma.hal.backend import Backend
-from halma.hal.errors import CaptureError, StaleOutputError
-from halma.hal.graph.breakable import BreakableGraph, Outcome
+from halma.hal.errors import CaptureError, StaleOutputError, WorkspaceError
+from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome
+from halma.hal.graph.breaks import break_here
 from halma.hal.graph.descriptor import Descriptor
+from halma.hal.graph.forks import fork
 from halma.hal.graph.retire import lease
 from halma.hal.graph.scope import GraphCaptureScope
 from halma.hal.graph.session import CaptureSession
@@ -144,3 +146,28 @@ def test_a_descriptor_is_captured_once_whatever_the_switch(able: Backend, switch
     with pytest.raises(CaptureError, match="was captured already"):
         steps.session.capture(VERIFY, steps.decode)
     assert steps.session.replay(VERIFY).tolist() == [100.0, 200.0]
+
+
+@pytest.mark.invariant("G2")
+@pytest.mark.parametrize("enabled", [True, False], ids=["captured", "inert"])
+def test_a_break_on_a_side_stream_is_refused_whether_or_not_it_splits(able: Backend, enabled: bool) -> None:
+    if not able.capabilities.graph_segments:
+        pytest.skip(f"graph_segments is {able.capabilities.graph_segments}")
+    workspace, graph, side = Workspace(able.device.torch_device), BreakableGraph(able), able.device.new_stream("side")
+    with workspace.lane("side"):
+        pass
+    workspace.release_lane("side")
+    workspace.seal()
+    with pytest.raises(CaptureError, match="on a side stream"):
+        with GraphCaptureScope(graph, workspace, enabled=enabled, mode=CaptureMode.PIECEWISE):
+            with fork(side, workspace) as branch, branch:
+                break_here("inside")
+
+
+def test_a_program_of_a_closed_scratch_session_is_told_that_its_memory_is_gone(able: Backend) -> None:
+    with CaptureSession(able, Workspace(able.device.torch_device), "scratch") as session:
+        workspace = session.workspace
+        session.capture_all([DECODE], lambda _: lambda: workspace.take((2,), F32).fill_(1.0))
+    for use in (lambda: workspace.take((2,), F32), lambda: workspace.enter("a"), lambda: workspace.take_fallback(8)):
+        with pytest.raises(WorkspaceError, match=r"the workspace was given back[\s\S]*make a new"):
+            use()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from halma.hal.errors import CaptureError
@@ -101,3 +103,16 @@ def test_an_unknown_order_is_refused_with_the_list(order: str) -> None:
 
 def test_doubling_ends_at_its_largest() -> None:
     assert doubling(1, 1) == (1,) and doubling(8, 100) == (8, 16, 32, 64, 100)
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(0, 5), (-1, 4), (8, 4), (1, 0)])
+def test_sizes_that_never_reach_their_end_are_refused(smallest: int, largest: int) -> None:
+    with pytest.raises(CaptureError, match=f"sizes from {smallest} to {largest}"):
+        doubling(smallest, largest)
+
+
+@pytest.mark.parametrize("nothing", [{"query_lens": ()}, {"context_capacities": ()}, {"variants": ()}])
+def test_a_ladder_of_nothing_is_refused_instead_of_leaving_every_step_eager(nothing: dict[str, Any]) -> None:
+    for most, more in ((4, nothing), (0, {}), (-1, {})):
+        with pytest.raises(CaptureError, match="ladder of verify is empty"):
+            decode_ladder(most, role="verify", **more)

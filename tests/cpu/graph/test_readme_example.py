@@ -85,7 +85,7 @@ def test_what_entry_points_refuse() -> None:
     for shape in ((), (-1, 3)):
         with pytest.raises(CaptureError, match="input 'x' must have rows"):
             halma.persistent_input("x", shape, torch.float32, backend="cpu")
-    with pytest.raises(CaptureError, match="the ladder of decode holds nothing"):
+    with pytest.raises(CaptureError, match="the ladder of decode is empty"):
         halma.ladder(decode=0)
     x = halma.persistent_input("x", (2,), torch.float32, backend="cpu")
     with pytest.raises(CaptureError, match="input 'x' takes tensors"):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from halma.hal.errors import RequestError
 from halma.models.deepseek_v4.engine import Engine, Request
+from halma.models.deepseek_v4.profiling import profile
 from halma.models.deepseek_v4.runner import RunnerOptions
 from tests.cpu.model.small import alone, small_runner
 
@@ -175,6 +176,89 @@ def test_replay_is_bit_identical_to_eager_over_a_whole_generation(arithmetic):
     assert len(logits[True]) == len(logits[False])
     for replayed, eager in zip(logits[True], logits[False], strict=True):
         assert torch.equal(replayed, eager) and replayed.isfinite().all()
+
+
+def test_a_callback_that_raises_costs_no_request_a_token():
+    requests, calls = [Request((1, 2, 3), 6), Request((4, 5), 6)], list[tuple[int, int]]()
+
+    def tell(generation, token):
+        calls.append((generation.id, token))
+        if len(calls) == 3:
+            raise BrokenPipeError("nobody listens")
+
+    engine = Engine(small_runner("exact", max_requests=2), on_token=tell)
+    generations = [engine.submit(request) for request in requests]
+    with pytest.raises(BrokenPipeError):
+        engine.run()
+    for _ in range(20):
+        engine.step()
+    assert not engine.busy
+    for generation, request in zip(generations, requests, strict=True):
+        assert generation.tokens == alone("exact", request)
+        assert [token for who, token in calls if who == generation.id] == generation.tokens
+
+
+def test_a_request_whose_prefill_fails_gives_everything_back(monkeypatch):
+    runner = small_runner("exact", max_requests=2)
+    first, second = Request((1, 2, 3), 6), Request(tuple(range(40)), 6)
+    engine, real = Engine(runner), runner.step
+    kept = engine.submit(first)
+    engine.step()
+    free = (len(engine._free_slots), len(engine._free_pages))
+
+    def broken(descriptor):
+        if descriptor.role == "prefill":
+            raise MemoryError("no memory")
+        return real(descriptor)
+
+    monkeypatch.setattr(runner, "step", broken)
+    lost = engine.submit(second)
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert lost.finish == "failed" and lost.tokens == []
+    assert (len(engine._free_slots), len(engine._free_pages)) == free
+    monkeypatch.undo()
+    again = engine.submit(second)
+    engine.run()
+    assert kept.tokens == alone("exact", first) and again.tokens == alone("exact", second) and lost.tokens == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({"counts": [1]}, "counts has 1"),
+        ({"seed": [7]}, "seed has 1"),
+        ({"temperature": [0.5] * 3}, "temperature has 3"),
+        ({"tokens": [1, 2, 3]}, "tokens has 3"),
+    ],
+)
+def test_rows_of_unequal_number_are_refused_before_any_is_taken(rows, words):
+    inputs = small_runner("exact", max_requests=2).inputs
+    inputs.fill([1, 2], [1, 1])
+    before = inputs.slot.counters.host_refreshes
+    with pytest.raises(RequestError, match=words):
+        inputs.fill([1, 2], **{"counts": [1, 1], **rows})
+    assert inputs.slot.counters.host_refreshes == before
+
+
+@pytest.mark.invariant("G13")
+def test_profiling_between_steps_sees_valid_work_and_changes_no_tokens(monkeypatch):
+    runner, request = small_runner("exact", max_requests=2), Request((1, 2, 3), 8)
+    engine, seen = Engine(runner), list[tuple[list[int], list[int]]]()
+    generation = engine.submit(request)
+    engine.step()
+    engine.step()
+    dry_run = runner.backend.graphs.dry_run
+
+    def watched(program, workspace):
+        seen.append((runner.inputs.slot.tensor.tolist(), runner.inputs.count.tensor.tolist()))
+        dry_run(program, workspace)
+
+    monkeypatch.setattr(runner.backend.graphs, "dry_run", watched)
+    profile(runner, runner.descriptors()[:1])
+    assert seen and all(rows == ([0, 0], [1, 1]) for rows in seen), "a warm-up feeds the null slot, not a request"
+    engine.run()
+    assert generation.tokens == alone("exact", request)
 
 
 def test_options_that_exceed_the_model_are_refused():

@@ -132,3 +132,8 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         run("hc_head", streams, fn, base, scale, EPS, EPS)
     with pytest.raises(DispatchError, match="do not fit"):
         run("hc_post", random(2, 15), streams, random(2, 4), random(2, 4, 4))
+
+
+def test_no_iterations_are_refused() -> None:
+    with pytest.raises(DispatchError, match="0 iterations"):
+        run("hc_pre", random(2, 4, 16), *mixing(4, 16, torch.float32), EPS, EPS, 0)
