@@ -16,8 +16,8 @@ from halma.hal.workspace import Workspace
 class Cell:
     """Where the result of a break goes: a tensor, or a sequence, mapping or dataclass that holds tensors.
 
-    In a capture the first result becomes the destination (a copy of it where it is an argument's memory or part of
-    a larger tensor; the memory given here, if any): the next segment reads its address, the graph keeps it alive,
+    In a capture the first result becomes the destination, or a copy of it where it lies in an argument or in a
+    larger tensor, or the memory given here, if any. The next segment reads its address, the graph keeps it alive,
     and each replay copies the new result into it. Address, dtype and shape never change; values that are no
     tensors are taken over as they come. Outside a capture the cell just holds the latest result, unless memory was
     given: then results are always copied into that.

@@ -43,8 +43,8 @@ class Request:
 
 @dataclass
 class Generation:
-    """A request in flight or done. ``finish`` is ``length``, ``stop``, ``cancelled`` or ``failed`` (prefill raised), or
-    empty while it runs."""
+    """A request in flight or done. ``finish``: ``length``, ``stop``, ``cancelled`` or ``failed`` (its prefill raised),
+    and empty while it runs."""
 
     id: int
     request: Request

@@ -57,7 +57,7 @@ def test_presets_survive_being_written_and_read(name: str):
 def test_unknown_names_get_a_suggestion(tmp_path: Path):
     with pytest.raises(ModelError, match='did you mean "V4-Flash"') as error:
         preset("v4-flsh")
-    assert error.value.asked == ("v4-flsh",) and error.value.found and error.value.do
+    assert error.value.asked == ("--model v4-flsh",) and error.value.found and error.value.do
     with pytest.raises(ModelError, match="weights do not come with halma"):
         model_directory("V4-Pro")
     with pytest.raises(ModelError, match="no model called"):
