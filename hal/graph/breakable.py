@@ -158,8 +158,9 @@ class BreakableGraph:
             CaptureError: a result whose scope closed: its memory is another's by now.
         """
         try:
-            for tensor in leaves(outputs) if self.workspace is not None else ():
-                self.workspace.refuse_recycled(tensor)
+            if self.workspace is not None:
+                for tensor in leaves(outputs):
+                    self.workspace.refuse_recycled(tensor)
         except CaptureError as error:
             note_failure(error)
             raise

@@ -167,8 +167,9 @@ class BreakPoint:
         place = scope.workspace.place() if scope is not None else None
         stream = made_current(scope.stream, scope.graph.backend) if record and scope and scope.stream else nullcontext()
         with self._guard.let_through() if self._guard is not None else nullcontext(), stream, one_time_work():
-            for tensor in leaves((args, kwargs)) if scope is not None else ():
-                scope.workspace.refuse_recycled(tensor)  # its memory would be another's at each replay
+            if scope is not None:
+                for tensor in leaves((args, kwargs)):
+                    scope.workspace.refuse_recycled(tensor)  # its memory would be another's at each replay
             result = fn(*args, **kwargs)
             result, destination = self._deliver(result, (args, kwargs))
         keep_until_closed(args, kwargs, result)

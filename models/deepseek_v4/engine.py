@@ -43,8 +43,10 @@ class Request:
 
 @dataclass
 class Generation:
-    """A request in flight or done. ``finish`` is ``length``, ``stop``, ``cancelled`` or ``failed`` (its prefill raised),
-    and empty while it runs."""
+    """A request in flight or done.
+
+    ``finish`` is ``length``, ``stop``, ``cancelled`` or ``failed`` (its prefill raised), and empty while it runs.
+    """
 
     id: int
     request: Request
