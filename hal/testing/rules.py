@@ -68,7 +68,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "G27",
         "host decisions use results of a fixed number of steps ago",
-        elsewhere="a rule for whoever drives steps; no call of a backend takes part in it",
+        elsewhere="for whoever drives steps, shown by the engine's own tests; no call of a backend takes part",
     ),
     Rule("W1", "a sealed workspace does not grow"),
     Rule("W2", "a smaller descriptor's addresses are prefixes of the largest's"),

@@ -265,3 +265,27 @@ def test_options_that_exceed_the_model_are_refused():
     with pytest.raises(RequestError, match="longer than the model allows"):
         small_runner("exact", max_context=100_000)
     assert RunnerOptions().max_context == 1024
+
+
+@pytest.mark.invariant("G27")
+def test_the_host_decides_on_results_of_the_step_before_and_never_on_newer_ones():
+    engine = Engine(small_runner("exact", max_requests=3))
+    first = engine.submit(Request((5, 9, 2), 12))
+    seen: list[int] = []
+    while engine.busy:
+        engine.step()
+        if len(seen) == 3:
+            engine.submit(Request(tuple(range(20)), 5))  # joins while the first is under way
+        behind = {one.issued - len(one.tokens) for one in engine.running if not one.done}
+        assert behind <= {1}, "one step behind for every request, whenever it came"
+        seen.append(first.issued - len(first.tokens))
+    assert seen[:11] == [1] * 11 and len(first.tokens) == 12
+
+
+@pytest.mark.invariant("G27", control=True)
+def test_at_the_end_the_host_has_seen_everything():
+    engine = Engine(small_runner("exact", max_requests=3))
+    found = [engine.submit(Request((5, 9, 2), n)) for n in (1, 7)]
+    while engine.busy:
+        engine.step()
+    assert [(one.issued, len(one.tokens)) for one in found] == [(1, 1), (7, 7)]
