@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from halma.hal.backend import Backend
-from halma.hal.graph.current import current_recorder, open_captures
-from halma.hal.graph.scope import current_scope
+from halma.hal.graph.breakable import counters
+from halma.hal.graph.current import current_recorder, current_scope, open_captures, open_scopes
 from halma.hal.testing.conformance.capturing import Make
+from halma.hal.testing.conformance.toys import Toy, needs_capture
 from halma.hal.workspace import Workspace
 
 
@@ -48,6 +50,16 @@ def capturing(halma_backend: Backend) -> Backend:
             pytest.fail(f"the capability graph_capture is declared, and yet: {reason}")
         pytest.skip(reason)
     return halma_backend
+
+
+@pytest.fixture
+def toy(halma_backend: Backend) -> Iterator[Toy]:
+    """A program that can have breaks, fresh counters, and nothing left open behind the test."""
+    needs_capture(halma_backend, segments=True)
+    counters.clear()
+    yield Toy(halma_backend)
+    gc.collect()
+    assert current_scope() is None and not open_captures and not open_scopes
 
 
 @pytest.fixture

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError
 from halma.hal.graph.baked import baked_values
 from halma.hal.graph.breakable import CaptureMode, Outcome, counters
 from halma.hal.graph.breaks import IN_PLACE, Cell, break_here, break_point, eager_break
-from halma.hal.graph.current import current_scope
-from halma.hal.testing.conformance.toys import SIZE, Doubling, Toy, copies_of, double, needs_capture
-
-
-@pytest.fixture
-def toy(halma_backend: Backend) -> Iterator[Toy]:
-    """Without gradients, and with no scope left open behind the test."""
-    needs_capture(halma_backend, segments=True)
-    counters.clear()
-    with torch.no_grad():
-        yield Toy(halma_backend)
-    assert current_scope() is None
-
+from halma.hal.testing.conformance.toys import SIZE, Doubling, Toy, copies_of, double
 
 # -- what runs when ----------------------------------------------------------------------------------------
 

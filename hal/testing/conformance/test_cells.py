@@ -4,30 +4,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError
-from halma.hal.graph.breakable import Outcome, counters
+from halma.hal.graph.breakable import Outcome
 from halma.hal.graph.breaks import NO_WRITE_BACK, Cell, break_point
-from halma.hal.graph.current import current_scope
-from halma.hal.testing.conformance.toys import Doubling, Toy, copies_of, double, needs_capture
-
-
-@pytest.fixture
-def toy(halma_backend: Backend) -> Iterator[Toy]:
-    """Without gradients, and with no scope left open behind the test."""
-    needs_capture(halma_backend, segments=True)
-    counters.clear()
-    with torch.no_grad():
-        yield Toy(halma_backend)
-    assert current_scope() is None
-
+from halma.hal.testing.conformance.toys import Doubling, Toy, copies_of, double
 
 # -- destinations ------------------------------------------------------------------------------------------
 

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from halma.hal.backend import Backend, Stream
+from halma.hal.backend import Stream
 from halma.hal.errors import CaptureError, WorkspaceError
 from halma.hal.graph.breakable import CaptureMode, Outcome, counters
 from halma.hal.graph.breaks import break_here, break_point
 from halma.hal.graph.current import current_scope
 from halma.hal.graph.forks import fork, note_fork, note_join
-from halma.hal.testing.conformance.toys import SIZE, Toy, needs_capture
+from halma.hal.testing.conformance.toys import SIZE, Toy
 
 FULL, PIECEWISE = CaptureMode.FULL, CaptureMode.PIECEWISE
-
-
-@pytest.fixture
-def toy(halma_backend: Backend) -> Iterator[Toy]:
-    """Without gradients, and with no scope left open behind the test."""
-    needs_capture(halma_backend, segments=True)
-    counters.clear()
-    with torch.no_grad():
-        yield Toy(halma_backend)
-    assert current_scope() is None
 
 
 class Beside:

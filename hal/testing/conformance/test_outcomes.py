@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError, HalmaError
 from halma.hal.graph.breakable import CaptureMode, Outcome, counters
 from halma.hal.graph.breaks import Cell, break_here, break_point
@@ -24,22 +21,10 @@ from halma.hal.testing.conformance.toys import (
     PIECEWISE,
     Program,
     Toy,
-    needs_capture,
     one_break,
 )
 
 FULL = CaptureMode.FULL
-
-
-@pytest.fixture
-def toy(halma_backend: Backend) -> Iterator[Toy]:
-    """Without gradients, and with nothing left open behind the test."""
-    needs_capture(halma_backend, segments=True)
-    counters.clear()
-    with torch.no_grad():
-        yield Toy(halma_backend)
-    gc.collect()
-    assert current_scope() is None and not open_captures and not open_scopes
 
 
 # -- the three outcomes (G3) ------------------------------------------------------------------------------

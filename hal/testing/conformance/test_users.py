@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError
-from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome, counters
+from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome
 from halma.hal.graph.breaks import break_point
-from halma.hal.graph.current import current_scope, open_captures, open_scopes
 from halma.hal.graph.retire import waiting
 from halma.hal.testing.conformance.toys import (
     Toy,
     in_a_thread,
-    needs_capture,
     one_break,
 )
 
 FULL = CaptureMode.FULL
-
-
-@pytest.fixture
-def toy(halma_backend: Backend) -> Iterator[Toy]:
-    """Without gradients, and with nothing left open behind the test."""
-    needs_capture(halma_backend, segments=True)
-    counters.clear()
-    with torch.no_grad():
-        yield Toy(halma_backend)
-    gc.collect()
-    assert current_scope() is None and not open_captures and not open_scopes
 
 
 # -- one user at a time ------------------------------------------------------------------------------------
