@@ -19,6 +19,7 @@ from halma.hal.capabilities import Capabilities
 if TYPE_CHECKING:
     import torch
 
+    from halma.hal.collectives.contract import ChannelDriver, ChannelSite
     from halma.hal.workspace import Workspace
 
 API_VERSION = 1
@@ -118,12 +119,54 @@ class DevicePart(Protocol):
     def synchronize(self) -> None: ...
 
 
+class SharedMemory(Protocol):
+    """Device memory at a fixed address that other processes of this machine can map.
+
+    Its owner made it with :meth:`MemoryPart.exportable`, a peer mapped it with :meth:`MemoryPart.open`. It lives
+    until :meth:`close`, which a peer calls before the owner does (A9): tensors and addresses die with it.
+    """
+
+    @property
+    def address(self) -> int:
+        """Where it starts for this process's device code."""
+        ...
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it as uint8 [nbytes]; owns nothing."""
+        ...
+
+    def close(self) -> None:
+        """Unmap, and free where this process owns it; twice is once."""
+        ...
+
+
 class MemoryPart(Protocol):
-    """Plain device memory, pinned host memory."""
+    """Plain device memory, pinned host memory, memory that peers can map."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device can read and write asynchronously."""
+        """Host memory that the device can read and write asynchronously, at the tensor's own address."""
+        ...
+
+    def not_exportable(self) -> str | None:
+        """Why device memory of this process cannot be given to peers, or None (A8). Asked before a plan is kept."""
+        ...
+
+    def exportable(self, nbytes: int) -> tuple[SharedMemory, bytes]:
+        """Zero-filled memory that peers can map, and the handle that they map it with.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        ...
+
+    def open(self, handle: bytes) -> SharedMemory:
+        """Map a peer's memory. A handle made by this very process gives a view of the same memory.
+
+        Raises:
+            CollectiveError: the handle does not fit this backend, or its owner is gone.
+        """
         ...
 
 
@@ -210,20 +253,63 @@ class GraphPart(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class KernelSource:
+    """A translation unit of the portable dialect (``backends/simt``).
+
+    Args:
+        name: for messages and the cache's file name.
+        text: the source; entry points are ``extern "C"``.
+        headers: name as it is included -> text.
+        defines: macro -> value; part of the cache's key like all the rest.
+    """
+
+    name: str
+    text: str
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    defines: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
 class KernelPart(Protocol):
-    """Compile a source of the portable dialect and launch it."""
+    """Compile a source of the portable dialect, load it, launch its kernels."""
 
     def unsupported(self) -> str | None: ...
-    def compile(self, source: str, name: str, options: Sequence[str] = ()) -> Any: ...
-    def launch(self, kernel: Any, grid: Sequence[int], block: Sequence[int], *args: Any, stream: Stream) -> None: ...
+    def load(self, source: KernelSource, entries: Sequence[str]) -> Mapping[str, Any]:
+        """Compile (or find in the cache on disk) and load: entry point -> kernel, ready to launch (C18).
+
+        Raises:
+            KernelError: it does not compile; with the compiler's log. Never retried silently (K6).
+        """
+        ...
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        block: int,
+        args: Sequence[Any],
+        *,
+        stream: Stream,
+        shared_bytes: int = 0,
+        dependent: bool = False,
+    ) -> None:
+        """Queue a launch. ``args`` are ints (8 bytes), ``ctypes`` scalars or ``numpy`` scalars of the parameter's size.
+
+        ``dependent``: the kernel may start before the one before it has ended, and waits for it itself
+        (capability ``dependent_launch``).
+        """
+        ...
 
 
 class CollectivePart(Protocol):
-    """Bootstrap through torch.distributed."""
+    """Bootstrap through torch.distributed, and drivers of channels over an arena."""
 
     def unsupported(self) -> str | None: ...
     @property
     def torch_backend(self) -> str: ...
+    def channel(self, site: ChannelSite) -> ChannelDriver:
+        """The driver of one channel of an arena on this rank (:mod:`halma.hal.collectives.contract`)."""
+        ...
 
 
 @runtime_checkable

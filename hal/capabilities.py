@@ -64,6 +64,10 @@ class Capabilities:
     """Threads that run in lockstep."""
     remote_store_atomicity: int | Unknown = UNKNOWN
     """Bytes of the largest store to a peer's memory that is never seen in part (C19)."""
+    dependent_launch: bool | Unknown = UNKNOWN
+    """A kernel may be launched before the one before it has ended, and wait for it itself."""
+    resident_threads: int | Unknown = UNKNOWN
+    """Threads that the device holds at once: spinning grids that may run together must fit (C16)."""
     ipc: bool | Unknown = UNKNOWN
     """Device memory can be opened by another process of this machine."""
     fp8_e4m3fn: bool | Unknown = UNKNOWN

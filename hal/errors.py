@@ -77,6 +77,22 @@ class DispatchError(HalmaError):
     """No route of an op applies, or the one asked for refuses."""
 
 
+class KernelError(HalmaError):
+    """A kernel does not compile, or cannot be loaded or launched."""
+
+
+class ArenaError(HalmaError):
+    """An arena cannot be planned or allocated as asked, or was used against its contract."""
+
+
+class CollectiveError(HalmaError):
+    """A collective call that cannot be made as asked, or ranks that do not agree on one."""
+
+
+class RankError(CollectiveError):
+    """A peer did not do its part of a call within the bound, or did another one (invariant C7)."""
+
+
 class CaptureError(HalmaError):
     """A graph could not be captured, or was used against its contract."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from halma.backends.cpu.device import CpuDevice
 from halma.backends.cpu.graphs import CpuGraphs
 from halma.backends.cpu.memory import CpuMemory
 from halma.backends.cpu.streams import StreamState
-from halma.hal.backend import Stream
+from halma.hal.backend import KernelSource, Stream
 from halma.hal.capabilities import Capabilities
 from halma.hal.errors import CapabilityError
 
@@ -60,15 +60,25 @@ class NoKernels:
         """The reason."""
         return "the cpu backend compiles no kernels: its ops are ATen calls and opaque routes"
 
-    def compile(self, source: str, name: str, options: Sequence[str] = ()) -> Any:
+    def load(self, source: KernelSource, entries: Sequence[str]) -> Mapping[str, Any]:
         """Refuses.
 
         Raises:
             CapabilityError: always.
         """
-        self._refuse(f"to compile {name!r}")
+        self._refuse(f"to load {source.name!r}")
 
-    def launch(self, kernel: Any, grid: Sequence[int], block: Sequence[int], *args: Any, stream: Stream) -> None:
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        block: int,
+        args: Sequence[Any],
+        *,
+        stream: Stream,
+        shared_bytes: int = 0,
+        dependent: bool = False,
+    ) -> None:
         """Refuses.
 
         Raises:

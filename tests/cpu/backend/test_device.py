@@ -13,6 +13,7 @@ from halma.backends.cpu import halma_register_backends, probe
 from halma.backends.cpu.backend import CpuBackend
 from halma.backends.cpu.memory_limits import memory_info
 from halma.hal.backend import API_VERSION, Backend, BackendSpec, MemoryInfo
+from halma.hal.backend import KernelSource
 from halma.hal.errors import CapabilityError, CaptureError
 from halma.hal.workspace import Workspace
 
@@ -60,9 +61,9 @@ def test_kernels_are_refused_with_the_reason():
     kernels = CpuBackend().kernels
     assert kernels.unsupported()
     with pytest.raises(CapabilityError, match="compiles no kernels"):
-        kernels.compile("source", "name")
+        kernels.load(KernelSource("add", "source"), ("add",))
     with pytest.raises(CapabilityError, match="compiles no kernels"):
-        kernels.launch(None, (1,), (1,), stream=CpuBackend().device.current_stream())
+        kernels.launch(None, 1, 1, (), stream=CpuBackend().device.current_stream())
 
 
 def test_properties_streams_and_memory(backend):
