@@ -12,8 +12,7 @@ import torch
 from halma.backends.cpu import halma_register_backends, probe
 from halma.backends.cpu.backend import CpuBackend
 from halma.backends.cpu.memory_limits import memory_info
-from halma.hal.backend import API_VERSION, Backend, BackendSpec, MemoryInfo
-from halma.hal.backend import KernelSource
+from halma.hal.backend import API_VERSION, Backend, BackendSpec, KernelSource, MemoryInfo
 from halma.hal.errors import CapabilityError, CaptureError
 from halma.hal.workspace import Workspace
 
