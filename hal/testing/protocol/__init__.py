@@ -13,6 +13,8 @@ What is assumed of the machine:
   returns when the kernel *just before* it has ended, which says nothing about those further back.
 
 ``model`` turns a protocol and a list of calls into one small program a block; ``system`` is all that those programs
-can do, action by action, or reduced; ``explorer`` searches it; ``replay`` runs one trace again with real words,
-sharing nothing with ``system``; ``variants`` has ours and the broken ones as data. ``docs/protocol.md`` says what came out.
+can do, action by action, or reduced; ``explorer`` searches it; ``replay`` runs one trace again on real words;
+``proved`` and ``refuted`` have ours and the broken protocols as data (``cases`` says what a variant is, ``variants``
+finds one by name); ``verdicts`` searches one. ``python -m halma.hal.testing.protocol`` prints the table, and
+``docs/protocol.md`` says what it means.
 """

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 S = TypeVar("S", bound=Hashable)
 A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 HANG = "hang"
 """The verdict of a state from which nothing can happen although somebody is not done."""
@@ -18,14 +19,14 @@ class TooManyStates(Exception):
     """The search met its limit: nothing is known about what it has not seen."""
 
 
-class System(Protocol[S, A]):
+class System(Protocol[S, A_co]):
     """What can be searched. States are compared by equality, and nothing but the state decides what follows."""
 
     def start(self) -> S:
         """The one initial state."""
         ...
 
-    def steps(self, state: S) -> Iterable[tuple[A, S]]:
+    def steps(self, state: S) -> Iterable[tuple[A_co, S]]:
         """Every action that is possible in this state, with the state after it."""
         ...
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from halma.hal.testing.protocol.cases import HOLDS, Variant
 from halma.hal.testing.protocol.explorer import explore
 from halma.hal.testing.protocol.model import Rules, Script, program
 from halma.hal.testing.protocol.replay import Outcome, replay
 from halma.hal.testing.protocol.system import WRONG, Move, Reduced, Whole
-from halma.hal.testing.protocol.variants import HOLDS, Variant
 
 
 class Unconfirmed(Exception):
