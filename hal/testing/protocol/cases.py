@@ -23,7 +23,7 @@ class Variant:
         rules: the protocol.
         worlds: numbers of ranks.
         scripts: lists of calls; or
-        alphabet, length: every list of so many calls out of these.
+        alphabet, length: every list of so many calls out of these, the first out of ``opening`` where there is one.
         verdict: what has to come out, ``HOLDS``, ``HANG`` or ``WRONG``.
         skew: with ``HOLDS``, the most calls that a rank may be ahead of another.
         whole: search every single action, not the reduced system.
@@ -38,6 +38,7 @@ class Variant:
     worlds: tuple[int, ...] = (2,)
     alphabet: tuple[Call, ...] = ()
     length: int = 0
+    opening: tuple[Call, ...] = ()
     verdict: str = HOLDS
     skew: int = 1
     whole: bool = False
@@ -50,7 +51,7 @@ class Variant:
             for script in self.scripts:
                 yield world, script
             if self.alphabet:
-                for script in product(self.alphabet, repeat=self.length):
+                for script in product(self.opening or self.alphabet, *[self.alphabet] * (self.length - 1)):
                     yield world, script
 
 
@@ -79,8 +80,8 @@ BYSTANDER = Call("bystander")
 RUNAWAY = Call("bystander", waits=False)
 
 MIXED = (WIDE, CAST, TWO_WIDE, VALUE_WIDE, ONE_WAY, TALL, VALUE_TWO, NOTHING, CHUNK_TWO_WIDE, GATHER)
-KINDS = (SMALL, WIDE, CAST, ONE_WAY, TWO_WIDE, VALUE_WIDE)
-ALL_KINDS = (*KINDS, TALL, THIN, OTHER_WAY, VALUE_TWO_WIDE, CHUNK_TWO_WIDE, CHUNK)
+KINDS = (SMALL, WIDE, CAST, TWO_WIDE, VALUE_WIDE)
+ALL_KINDS = (*KINDS, ONE_WAY, TALL, THIN, OTHER_WAY, VALUE_TWO_WIDE, CHUNK_TWO_WIDE, CHUNK)
 # With a largest epoch of 5 the flag 5 comes back four calls later, and so does every other but 1.
 STALE = (
     (SMALL,) * 4 + (TALL,) + (SMALL,) * 3 + (TALL,),

@@ -44,6 +44,10 @@ class Call:
         return (sender, reader) not in self.silent
 
 
+class ModelError(Exception):
+    """The model has no meaning for what is asked."""
+
+
 Script = tuple[Call, ...]
 """The calls that every rank makes, in this order."""
 
@@ -166,7 +170,11 @@ class Program:
 
 
 def program(rules: Rules, world: int, script: Script) -> Program:
-    """Make the blocks' programs for ``world`` ranks."""
+    """Make the blocks' programs for ``world`` ranks.
+
+    Raises:
+        ModelError: the rules say nothing about such a call.
+    """
     return _Compiler(rules, world, script).program()
 
 
@@ -313,9 +321,13 @@ class _Compiler:
         """What an overlapped clear clears in this call: the payload of the call before."""
         rules, made = self.rules, self.script[call]
         channel = [number for number in range(call) if self.script[number].kind != "bystander"]
-        if rules.clear != "overlapped" or not channel or (rules.clear_by == "header block" and block):
+        before = channel[-1] if channel else -1
+        if rules.clear != "overlapped" or before < 0 or self.script[before].wire != "sentinel":
             return ()
-        before = channel[-1]
+        if self.script[before].kind == "two_shot":
+            raise ModelError("an overlapped clear of a two-shot, which has one buffer a phase, means nothing")
+        if rules.clear_by == "header block" and block:
+            return ()
         words = [
             word
             for number in range(self.script[before].grid)

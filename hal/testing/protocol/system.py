@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from halma.hal.testing.protocol.model import Op, Program, Step, Word
+from halma.hal.testing.protocol.model import ModelError, Op, Program, Step, Word
 
 WRONG = "wrong value"
 """The verdict of a state in which a block completed a step with a word of another call."""
@@ -49,10 +49,6 @@ Run = tuple[Move, ...]
 
 _LIVE, _STOPPED, _IN_ERROR = 0, 1, 2
 _WRONG_READ = 0x80
-
-
-class ModelError(Exception):
-    """The program does what the model has no meaning for."""
 
 
 class _Read(NamedTuple):
@@ -294,17 +290,18 @@ class Whole(_Base):
 class Reduced(_Base):
     """Runs of actions, one order of those that cannot be told apart."""
 
-    def start(self) -> State:
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
         state = bytearray(super().start())
-        self._opening: list[Move] = []
+        moves: list[Move] = []
         for rank in range(self._world):
-            self._forward(state, rank, self._opening)
-        return bytes(state)
-
-    @property
-    def opening(self) -> Run:
+            self._forward(state, rank, moves)
+        self._first = bytes(state)
+        self.opening: Run = tuple(moves)
         """The actions that lie before the initial state."""
-        return tuple(self._opening)
+
+    def start(self) -> State:
+        return self._first
 
     def steps(self, state: State) -> list[tuple[Run, State]]:
         found: list[tuple[Run, State]] = []
