@@ -187,7 +187,8 @@ class ChannelRequest:
 
     def chosen_lanes(self) -> Lanes:
         """By capability, where they were not named; all of them while the capability is open."""
-        atomicity = 8 if self.atomicity is None else self.atomicity or 0
+        known = 8 if self.atomicity is None else self.atomicity
+        atomicity = 0 if isinstance(known, Unknown) else known
         lanes = self.lanes or ("both" if self.atomicity is None else "push" if atomicity >= 4 else "staged")
         push = lanes in ("push", "both")
         return Lanes(words=push and atomicity >= 8, push=push and atomicity >= 4, staged=lanes != "push")
@@ -312,7 +313,8 @@ def plan_slots(
         raise ArenaError("a plan of slots needs a descriptor", asked="no descriptors", do="give it the capture ladder")
     refuse_unfit(descriptors)
     eager = whole("max_batched_tokens x bytes_per_token", max_batched_tokens * bytes_per_token, least=0)
-    wanted = SlotRequest(tuple(sorted(descriptors, key=_by_size)), calls_per_descriptor, bytes_per_token, eager, channel)
+    smallest_first = tuple(sorted(descriptors, key=_by_size))
+    wanted = SlotRequest(smallest_first, calls_per_descriptor, bytes_per_token, eager, channel)
     return _plan(SlotsRequest(wanted, limit), size)
 
 
