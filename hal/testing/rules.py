@@ -1,4 +1,4 @@
-"""The rules of capture (G), of memory (W) and of arenas (A) that the conformance suite holds a backend to, and where their tests are.
+"""The rules of capture (G), memory (W) and arenas (A) that the suite holds a backend to, and where their tests are.
 
 A rule wants a test and a control arm: the same program done right, which must stay green. One that the suite
 cannot show says why in ``elsewhere``, so that a hole is never silent.

@@ -118,7 +118,7 @@ class MirrorRanks:
     def __init__(self, size: int = 2, alter: Callable[[str, int, Any], Any] | None = None) -> None:
         self.size = size
         self.names: Sequence[str] = [f"rank {rank}" for rank in range(size)]
-        self.alter = alter or (lambda stage, rank, value: value)
+        self.alter: Callable[[str, int, Any], Any] = alter or _same
         self.stages: list[str] = []
 
     def exchange(self, stage: str, value: Any) -> list[Any]:
@@ -223,6 +223,10 @@ class _Watched:
             self.closed = True
             self._machine.note(self._event, self._rank)
             self._close()
+
+
+def _same(stage: str, rank: int, value: Any) -> Any:
+    return value
 
 
 def _nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def made(machine: Machine, ranks: ThreadRanks, plan: ArenaPlan = PLAN, checked: 
     return Arena.create(machine.on(ranks.rank, **faults), ranks, plan, checked=checked)
 
 
-# -- one plan on all ranks --------------------------------------------------------------------------------------
+# -- one plan on all ranks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A4")
@@ -60,14 +59,11 @@ def test_ranks_with_different_plans_allocate_nothing(machine: Machine, other: Ar
 
 @pytest.mark.invariant("A4")
 def test_a_plan_that_does_not_fit_on_one_rank_is_no_plan_on_any(machine: Machine) -> None:
-    ended = on_ranks(lambda ranks: made(machine, ranks, PLAN if ranks.rank else replace_limit(PLAN)))
+    tight = plan_channels(largest=8192, lanes="both", atomicity=8, limit=65536)
+    ended = on_ranks(lambda ranks: made(machine, ranks, PLAN if ranks.rank else tight))
     assert "the messages do not fit the arena plan" in ended[0].message
     assert "rank 5 on alpha failed at \"the arena's plan\"" in ended[1].message
     assert "65,536 allowed" in ended[1].message and not machine.when("allocate")
-
-
-def replace_limit(plan: ArenaPlan) -> ArenaPlan:
-    return ArenaPlan(replace(plan.request, limit=65536))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 @pytest.mark.invariant("A4", control=True)
@@ -83,7 +79,7 @@ def test_ranks_with_one_plan_have_the_same_offsets(machine: Machine, plan: Arena
     assert len(found) == 1 and found.pop()[1] == plan.bind(4, 8).nbytes and machine.held == 0
 
 
-# -- memory that cannot be shared ---------------------------------------------------------------------------------
+# -- memory that cannot be shared ------------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A8")
@@ -102,7 +98,7 @@ def test_memory_that_can_be_exported_is_asked_about_and_used(machine: Machine) -
     assert max(machine.when("ask")) < min(machine.when("allocate"))
 
 
-# -- zero, fill, barrier, first use ---------------------------------------------------------------------------------
+# -- zero, fill, barrier, first use ----------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A10")
@@ -150,7 +146,7 @@ def test_what_a_rank_writes_its_peers_read(machine: Machine) -> None:
         for peer in arena.peers:
             peer.tensor[at + ranks.rank] = 10 + ranks.rank
         ranks.exchange("written", None)
-        found = arena.own.tensor[at : at + 2].tolist()
+        found = [int(arena.own.tensor[at + rank]) for rank in range(2)]
         arena.close()
         return found
 
@@ -168,7 +164,7 @@ def test_a_channel_that_starts_again_is_as_before_its_first_use(machine: Machine
     arena.close()
 
 
-# -- failures -----------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A4")
@@ -182,7 +178,8 @@ def test_a_channel_that_starts_again_is_as_before_its_first_use(machine: Machine
 def test_one_ranks_failure_is_seen_by_all_and_leaves_nothing_allocated(
     machine: Machine, fault: str, error: Exception, kind: type[Exception]
 ) -> None:
-    ended = on_ranks(lambda ranks: made(machine, ranks, **({fault: error} if ranks.rank == 2 else {})), size=4)
+    faults: dict[str, Any] = {fault: error}
+    ended = on_ranks(lambda ranks: made(machine, ranks, **(faults if ranks.rank == 2 else {})), size=4)
     for rank, one in enumerate(ended):
         assert isinstance(one.error, kind if rank == 2 else ArenaError) and str(error) in one.message
         assert rank == 2 or "rank 9 on alpha failed at" in one.message
@@ -202,8 +199,9 @@ def test_a_rank_that_ends_during_start_up_is_named_and_nothing_stays_allocated(m
     def work(ranks: ThreadRanks) -> Any:
         if ranks.rank == 0:
             return made(machine, ranks)
+        faults: dict[str, Any] = {STAGES.get(stage, ""): Gone()}
         try:
-            return "gone" if stage == "plan" else made(machine, ranks, **{STAGES[stage]: Gone()})
+            return "gone" if stage == "plan" else made(machine, ranks, **faults)
         except Gone:
             return "gone"
 
@@ -213,7 +211,7 @@ def test_a_rank_that_ends_during_start_up_is_named_and_nothing_stays_allocated(m
     assert machine.held == 0
 
 
-# -- the end --------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A9")
@@ -257,7 +255,7 @@ def test_a_rank_that_never_comes_to_the_end_is_named_and_the_memory_is_freed(mac
     assert second.get() == "left" and machine.held == 2  # what the rank that left still holds
 
 
-# -- guard zones ------------------------------------------------------------------------------------------------------
+# -- guard zones -----------------------------------------------------------------------------------------------
 
 
 def places(plan: ArenaPlan) -> list[tuple[int, str]]:
@@ -314,7 +312,7 @@ def test_writes_that_fill_every_lane_and_slot_leave_the_zones_alone(machine: Mac
     assert machine.held == 0
 
 
-# -- whatever ranks are called ------------------------------------------------------------------------------------------
+# -- whatever ranks are called ---------------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A13")

@@ -45,7 +45,7 @@ def table(plan: ArenaPlan) -> SlotTable:
     return plan.slots
 
 
-# -- known numbers ------------------------------------------------------------------------------------------------
+# -- known numbers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A1")
@@ -156,7 +156,7 @@ def test_lanes_follow_from_what_is_known_of_stores_and_unknown_means_none_is_pus
     assert "remote_store_atomicity is unknown" in refused.reason
 
 
-# -- whole ladders ------------------------------------------------------------------------------------------------
+# -- whole ladders ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A2")
@@ -199,7 +199,7 @@ def test_a_refused_plan_covers_nothing() -> None:
     assert [reason for _, reason in coverage(plan, mtp(2)).uncovered] == [plan.reason] * 2
 
 
-# -- offsets --------------------------------------------------------------------------------------------------------
+# -- offsets ---------------------------------------------------------------------------------------------------
 
 
 def pieces(plan: ArenaPlan) -> list[tuple[int, int]]:
@@ -208,7 +208,8 @@ def pieces(plan: ArenaPlan) -> list[tuple[int, int]]:
     for channel in plan.channels:
         found.append((channel.control, channel.control + CONTROL_BYTES))
         for lane in channel.lanes.values():
-            boxes = [(lane.at(b, s), lane.at(b, s) + lane.box) for b in range(lane.buffers) for s in range(lane.senders)]
+            starts = [lane.at(buffer, sender) for buffer in range(lane.buffers) for sender in range(lane.senders)]
+            boxes = [(start, start + lane.box) for start in starts]
             assert lane.largest <= lane.box and boxes[-1][1] == lane.offset + lane.nbytes
             found += boxes
     if plan.slots is not None:
@@ -333,7 +334,7 @@ def test_offsets_of_a_rank_depend_on_no_message_and_a_fingerprint_on_every_one()
     assert plan_channels(largest=V4_FLASH, size=4, atomicity=8).fingerprint == plan.fingerprint
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.invariant("A11")
