@@ -133,9 +133,9 @@ class Stages:
         before = device.memory_info()
         graph = entry.graph = BreakableGraph(self._pooled, str(entry.descriptor))
         graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
-        self.workspace.start()
         if self.arenas:
             graph.refuse_replay = partial(self.arenas.refuse_replay, entry.descriptor)
+        self.workspace.start()
         with self.arenas.recording(entry.descriptor), GraphCaptureScope(graph, self.workspace, mode=self.mode):
             graph.set_outputs(entry.program())
         after = device.memory_info()
