@@ -262,6 +262,15 @@ class Communicator:
             self._filed.append(f"{call.describe()} by {name_of((choice.algorithm, choice.wire))}")
         self._driver.launch(call, choice, operands, box, stream)
 
+    def choice(self, call: Call) -> Choice | Refusal:
+        """How a call is, or would be, done; a pure function of agreed values (C5)."""
+        return self._deciding.choice(call)
+
+    def epoch(self) -> int:
+        """The channel's epoch, once the device is idle; 0 where there is no channel."""
+        self._backend.device.synchronize()
+        return 0 if self._driver is None else self._driver.epoch()
+
     # -- one stream ---------------------------------------------------------------------------------
 
     @_noted
@@ -355,9 +364,14 @@ class Communicator:
             return
         self._backend.device.synchronize()
         epoch = max(self._ranks.exchange(f"rearm of channel {self.channel}", self._driver.epoch()))
+        self.rearm_from(epoch)
+
+    def rearm_from(self, epoch: int) -> None:
+        """As :meth:`rearm`, from an epoch that the caller says is every rank's; for tests of the wrap."""
+        assert self._driver is not None
         self._driver.rearm(epoch)
         self._backend.device.synchronize()
-        self._ranks.exchange(f"channel {self.channel} is armed", epoch)
+        self._ranks.exchange(f"channel {self.channel} is armed", None)
         self._fault = None
         self._arms += 1
 

@@ -1,9 +1,9 @@
 """Rank processes for tests: a pool started once a run for each world size, from which every test draws.
 
 A fresh process of torch costs seconds, so the processes are forked from a server that has torch imported already, and
-live on: ``pool.run(function, ...)`` calls ``function`` on every rank and returns what each returned. A rank that raises,
-dies or hangs is reported by name within a bound, and costs its own pool alone, which is started again when it is next
-used.
+live on: ``pool.run(function, ...)`` calls ``function`` on every rank and returns what each returned. A rank that
+raises, dies or hangs is reported by name within a bound, and costs its own pool alone, which is started again when it
+is next used.
 
 Functions and arguments go to the ranks by pickle, so a function is a module's own. In a rank torch.distributed is
 initialised (gloo, on the loopback) with a store that the test's process hosts: a rank may die without taking the
