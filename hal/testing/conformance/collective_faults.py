@@ -198,8 +198,9 @@ def absent_from_exchange(backend: str, absent: int) -> str:
         ranks._seconds = BRIEF
         said = "" if ranks.rank == absent else refusal(lambda: ranks.exchange("the plan", 1))
         ranks._seconds = PATIENT
+        ranks.answers("the others gave up", None, PATIENT)  # so that the absent one comes behind that
         if ranks.rank == absent:
-            ranks.exchange("the plan", 1)  # late: what the others said is still there
+            ranks.exchange("the plan", 1)  # what the others said is still there
         stage = "one stage" if ranks.rank == absent else "another stage"
         apart = refusal(lambda: ranks.exchange(stage, 2))
         ranks.exchange("together again", 3)
