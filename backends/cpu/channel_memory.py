@@ -40,6 +40,15 @@ def later(flag: int, epoch: int) -> bool:
     return flag != 0 and 0 < (flag - epoch) & 0xFFFFFFFF < 0x80000000
 
 
+def flag_word(epoch: int) -> int:
+    """Which word of a flag box a call uses, by parity.
+
+    In a staged one-shot a peer may be one call ahead, and its next flag must not take the place of the one that this
+    rank still waits for. (In two phases one word would do: whoever is in the second has read the first.)
+    """
+    return epoch & 1
+
+
 class ChannelMemory:
     """Every rank's part of the arena as seen from here, and this rank's control block."""
 
@@ -84,18 +93,14 @@ class ChannelMemory:
     # -- flags apart from data ----------------------------------------------------------------------
 
     def send_flags(self, lane: Lane, phase: int, epoch: int) -> None:
-        """Tell every peer that what was stored before is there.
-
-        The word is chosen by the epoch's parity: in a staged one-shot a peer may be one call ahead, and its next
-        flag must not take the place of the one that this rank still waits for.
-        """
+        """Tell every peer that what was stored before is there."""
         self.fence()
         for peer in self.others:
-            self.u32(peer, lane.at(phase, self.rank), MAX_BLOCKS)[epoch & 1] = epoch
+            self.u32(peer, lane.at(phase, self.rank), MAX_BLOCKS)[flag_word(epoch)] = epoch
 
     def flag_of(self, lane: Lane, phase: int, peer: int, epoch: int) -> int:
         """The flag word of a peer."""
-        return int(self.u32(self.rank, lane.at(phase, peer), MAX_BLOCKS)[epoch & 1])
+        return int(self.u32(self.rank, lane.at(phase, peer), MAX_BLOCKS)[flag_word(epoch)])
 
     # -- staleness ----------------------------------------------------------------------------------
 
@@ -116,12 +121,10 @@ class ChannelMemory:
             for phase in range(lane.buffers):
                 for peer in self.others:
                     flags = self.u32(self.rank, lane.at(phase, peer), MAX_BLOCKS)
-                    kept = flags[epoch & 1]
-                    # never through the word in use: its flag may be there already
-                    flags[1 - (epoch & 1)] = 0
-                    flags[2:] = 0
-                    if lane is not flags_in_use and kept:
-                        flags[epoch & 1] = 0
+                    mine = flag_word(epoch)
+                    flags[:mine] = flags[mine + 1 :] = 0
+                    if lane is not flags_in_use:  # else this call's flag may be there already
+                        flags[mine] = 0
 
     def refill(self) -> None:
         """Every lane as it was before the first call."""

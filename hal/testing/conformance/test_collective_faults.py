@@ -19,6 +19,7 @@ def test_a_rank_that_stays_away_is_named_and_the_channel_goes_on(ranks: RankPool
     for found in ranks[size].run(programs.stay_away, ranks.backend, absent, 3):
         assert found["after"] == [True] * 3, "the same graph, without another capture"
         if found["rank"] == absent:
+            assert found["flags"] == [4] * (size - 1), "after the fault nobody sent anything"
             continue
         assert (found["fault"], found["call"], found["expected"]) == ("TIMEOUT", 4, 4)
         assert found["peer"] == absent and found["stragglers"] == [absent]

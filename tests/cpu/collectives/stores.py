@@ -1,6 +1,5 @@
 """Programs for two processes that try to see a store in part, or a flag before its data."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

@@ -8,31 +8,31 @@ import pytest
 
 from halma.backends.cpu.memory_order import TABLE, memory_order, store_atomicity, why_unordered
 from halma.hal.capabilities import UNKNOWN
-from halma.hal.testing.conformance import collective_stores as programs
 from halma.hal.testing.ranks import RankPools
+from tests.cpu.collectives import stores as programs
 
 
 @pytest.mark.invariant("C13")
 @pytest.mark.invariant("C19")
-def test_a_store_of_eight_bytes_is_never_seen_in_part(all_ranks: RankPools) -> None:
-    assert all_ranks[2].run(programs.torn_words, 1.0, True) == [0, 0]
+def test_a_store_of_eight_bytes_is_never_seen_in_part(halma_rank_pools: RankPools) -> None:
+    assert halma_rank_pools[2].run(programs.torn_words, 1.0, True) == [0, 0]
 
 
 @pytest.mark.invariant("C13", control=True)
 @pytest.mark.invariant("C19", control=True)
-def test_two_stores_of_four_bytes_are(all_ranks: RankPools) -> None:
+def test_two_stores_of_four_bytes_are(halma_rank_pools: RankPools) -> None:
     """The reader would see a store in part, if there were one."""
-    assert all_ranks[2].run(programs.torn_words, 1.0, False)[1] > 0
+    assert halma_rank_pools[2].run(programs.torn_words, 1.0, False)[1] > 0
 
 
 @pytest.mark.invariant("C13")
-def test_a_flag_is_not_seen_before_its_data(all_ranks: RankPools) -> None:
-    assert all_ranks[2].run(programs.early_flags, 2000, True) == [0, 0]
+def test_a_flag_is_not_seen_before_its_data(halma_rank_pools: RankPools) -> None:
+    assert halma_rank_pools[2].run(programs.early_flags, 2000, True) == [0, 0]
 
 
 @pytest.mark.invariant("C13", control=True)
-def test_a_flag_that_goes_first_is(all_ranks: RankPools) -> None:
-    assert all_ranks[2].run(programs.early_flags, 50, False)[1] == 50
+def test_a_flag_that_goes_first_is(halma_rank_pools: RankPools) -> None:
+    assert halma_rank_pools[2].run(programs.early_flags, 50, False)[1] == 50
 
 
 @pytest.mark.invariant("C13")
