@@ -1,4 +1,4 @@
-"""The rules of capture (G), of memory (W) and of collectives (C) that the conformance suite holds a backend to.
+"""The rules of capture (G), memory (W), arenas (A) and collectives (C) that the suite holds a backend to.
 
 A rule wants a test and a control arm: the same program done right, which must stay green. One that the suite
 cannot show says why in ``elsewhere``, so that a hole is never silent.
@@ -76,6 +76,19 @@ RULES: tuple[Rule, ...] = (
     Rule("W4", "workspace memory does not move while a graph may read it"),
     Rule("W5", "arithmetic outside of ops is reported"),
     Rule("W6", "a fork has memory of its own until it is joined"),
+    Rule("A1", "an arena's plan is arithmetic, with a reason where it does not fit"),
+    Rule("A2", "a whole ladder is checked against the plan before anything is captured"),
+    Rule("A3", "slots are disjoint and aligned, and follow from no count that still grows"),
+    Rule("A4", "offsets follow from capacity and are equal on all ranks, before allocation and after capture"),
+    Rule("A5", "an arena does not change during a capture, and nothing is replayed before it is settled"),
+    Rule("A6", "a descriptor takes its slots once; those of a scratch session come back"),
+    Rule("A7", "a write past flags or slots is found in checked mode"),
+    Rule("A8", "memory that cannot be exported is refused before anything is allocated"),
+    Rule("A9", "nobody unmaps or frees before all ranks are at the end"),
+    Rule("A10", "an arena is zeroed and filled before any rank can use it"),
+    Rule("A11", "sizes are checked and have 64 bits"),
+    Rule("A12", "a rank that took nothing still takes part"),
+    Rule("A13", "ranks of a group need not be 0, 1, 2 outside of it"),
     Rule("C1", "a sum has the same bits on every rank and by every algorithm"),
     Rule("C2", "epochs and flags are device state: odd call counts replay right, and epochs wrap"),
     Rule("C3", "graphs of several sizes and eager calls interleave on one communicator"),
