@@ -1,5 +1,6 @@
 """Programs that ranks run where something is wrong on purpose: a rank that stays away, ends, or does something else."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -288,9 +289,9 @@ def unordered_calls(backend: str) -> str:
         return refusal(lambda: setup.capture(program))
 
 
-def captured_lists(backend: str, odd: int | None) -> str:
-    """What comparing captured calls says where rank ``odd`` captured one of another size."""
-    with ranks_set_up(backend) as setup:
+def captured_lists(backend: str, odd: int | None, checked: bool) -> str:
+    """What comparing captured calls says where rank ``odd`` captured one of another size; checked: at a replay."""
+    with ranks_set_up(backend, environment={"HALMA_CHECKED": "1"} if checked else None) as setup:
         assert setup is not None
         x = torch.ones(24, dtype=torch.bfloat16, device=setup.device)
         y = x[: 20 if setup.comm.rank == odd else 24]
@@ -299,8 +300,14 @@ def captured_lists(backend: str, odd: int | None) -> str:
             setup.comm.all_reduce(x)
             setup.comm.all_reduce(y)
 
-        setup.capture(program)
+        graph = setup.capture(program)
         try:
+            if checked:
+                graph.replay()
+                return f"{setup.done(y)[0].item()}"
             return f"{setup.comm.compare_captured()} calls"
         except HalmaError as error:
             return str(error)
+        finally:
+            setup.comm.close()
+            assert "closed" in refusal(graph.replay)

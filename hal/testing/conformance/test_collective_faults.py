@@ -82,10 +82,12 @@ def test_the_same_call_on_every_rank_is_none(all_ranks: RankPools, checked: bool
 
 
 @pytest.mark.invariant("C6")
-def test_captured_calls_are_compared_as_a_list(ranks: RankPools) -> None:
-    for found in ranks[2].run(programs.captured_lists, ranks.backend, 1):
+@pytest.mark.parametrize("checked", [False, True], ids=["asked", "before the first replay"])
+def test_captured_calls_are_compared_as_a_list(ranks: RankPools, checked: bool) -> None:
+    for found in ranks[2].run(programs.captured_lists, ranks.backend, 1, checked):
         assert "captured call 2" in found and "40 bytes" in found and "48 bytes" in found
-    assert ranks[2].run(programs.captured_lists, ranks.backend, None) == ["2 calls"] * 2
+    good = ranks[2].run(programs.captured_lists, ranks.backend, None, checked)
+    assert good == (["4.0"] if checked else ["2 calls"]) * 2
 
 
 @pytest.mark.invariant("C4")
