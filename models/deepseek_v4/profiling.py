@@ -23,6 +23,7 @@ def _scratch(runner: V4Runner) -> CaptureSession:
         strict=options.strict,
         budget=options.budget,
         reserve=options.reserve,
+        agreement=runner.model.ranks.agreement,
         inputs=runner.inputs.read_by,  # a warm-up that runs must feed the null slot, not the requests of the last step
     )
 

@@ -1,0 +1,113 @@
+"""Serving requests on one rank or on many, as a value that can be compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import halma
+from halma.hal.graph.agreement import RankAgreement
+from halma.models.deepseek_v4.checkpoint import LoadOptions, load_checkpoint, load_source
+from halma.models.deepseek_v4.config import V4Config
+from halma.models.deepseek_v4.engine import Engine, Request
+from halma.models.deepseek_v4.presets import tiny_directory
+from halma.models.deepseek_v4.ranks import ONE_RANK, ManyRanks, Ranks
+from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
+from halma.models.deepseek_v4.synthetic import SyntheticSource, small_config
+from halma.models.deepseek_v4.weights import V4Weights
+from tests.cpu.model.gloo import GlooCommunicator, GlooGroup
+
+EIGHT_GROUPS: Mapping[str, Any] = {"vocab_size": 200, "num_attention_heads": 8, "o_groups": 8, "index_topk": 4}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to serve, and how. ``arrivals``: requests with the step at which each comes."""
+
+    arrivals: tuple[tuple[Request, int], ...]
+    changes: Mapping[str, Any] | None = None
+    """Of a small random model; None: tiny-v4."""
+    seed: int = 3
+    arithmetic: str = "exact"
+    carrier: torch.dtype = torch.float32
+    graph: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Served:
+    tokens: list[list[int]]
+    finish: list[str]
+    replayed: int
+    eager: int
+    weights: int
+    calls: tuple[tuple[str, int], ...] = ()
+
+
+@functools.cache
+def weights_of(
+    model: tuple[tuple[str, Any], ...] | None, seed: int, options: LoadOptions
+) -> tuple[V4Config, V4Weights]:
+    if model is None:
+        loaded = load_checkpoint(tiny_directory(), options)
+    else:
+        config = small_config(**dict(model))
+        loaded = load_source(config, SyntheticSource(config, seed=seed), options)
+    return loaded.config, loaded.weights
+
+
+def runner_of(job: Job, ranks: Ranks, rank: int) -> V4Runner:
+    load = LoadOptions(job.carrier, arithmetic=job.arithmetic, rank=rank, world=ranks.size, drafter=False)
+    model = None if job.changes is None else tuple(sorted(job.changes.items()))
+    config, weights = weights_of(model, job.seed, load)
+    options = {"max_requests": 3, "batches": (1, 3), "max_context": 256, "chunk": 16, **job.options}
+    given = RunnerOptions(graph=job.graph, arithmetic=job.arithmetic, **options)
+    return V4Runner(config, weights, halma.backend("cpu"), given, carrier=job.carrier, ranks=ranks)
+
+
+def serve(job: Job, ranks: Ranks = ONE_RANK, rank: int = 0) -> Served:
+    runner = runner_of(job, ranks, rank)
+    sampled = any(request.temperature > 0 for request, _ in job.arrivals)
+    runner.prepare(runner.descriptors(("greedy", "sample") if sampled else ("greedy",)))
+    engine = Engine(runner)
+    waiting = sorted(enumerate(job.arrivals), key=lambda item: item[1][1])
+    found: dict[int, Any] = {}
+    step = 0
+    while waiting or engine.busy:
+        while waiting and waiting[0][1][1] <= step:
+            number, (request, _) = waiting.pop(0)
+            found[number] = engine.submit(request)
+        engine.step()
+        step += 1
+    runner.close()
+    generations = [found[number] for number in range(len(found))]
+    counters = engine.counters
+    return Served(
+        [one.tokens for one in generations],
+        [one.finish for one in generations],
+        counters.replayed,
+        counters.eager,
+        runner.model.weights.nbytes,
+    )
+
+
+def many(job: Job, group: Any) -> tuple[ManyRanks, GlooCommunicator]:
+    config = tiny_config() if job.changes is None else small_config(**job.changes)
+    communicator = GlooCommunicator(group)
+    return ManyRanks(config, GlooGroup(group), communicator, RankAgreement(group), largest=1 << 14), communicator
+
+
+def tiny_config() -> V4Config:
+    return V4Config.from_file(tiny_directory())
+
+
+def serve_on_ranks(group: Any, job: Job) -> Served:
+    """One rank's part; checks itself that the others have the same tokens."""
+    ranks, communicator = many(job, group)
+    served = serve(job, ranks, GlooGroup(group).rank)
+    ranks.require_same("tokens", served.tokens)
+    return Served(**{**vars(served), "calls": tuple(communicator.calls)})
