@@ -11,9 +11,11 @@ import torch
 
 import halma
 from halma.hal.graph.agreement import RankAgreement
+from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.checkpoint import LoadOptions, load_checkpoint, load_source
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.engine import Engine, Request
+from halma.models.deepseek_v4.golden import occupy
 from halma.models.deepseek_v4.presets import tiny_directory
 from halma.models.deepseek_v4.ranks import ONE_RANK, ManyRanks, Ranks
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
@@ -111,3 +113,28 @@ def serve_on_ranks(group: Any, job: Job) -> Served:
     served = serve(job, ranks, GlooGroup(group).rank)
     ranks.require_same("tokens", served.tokens)
     return Served(**{**vars(served), "calls": tuple(communicator.calls)})
+
+
+def logits(job: Job, tokens: torch.Tensor, ranks: Ranks = ONE_RANK, rank: int = 0) -> torch.Tensor:
+    """Logits [R, L, V/N] of every position of ``tokens`` [R, L], fed in chunks: the same input whoever computes."""
+    requests, length = tokens.shape
+    runner = runner_of(job, ranks, rank)
+    shapes = [Descriptor("prefill", requests, 16, c, "all") for c in runner.capacities]
+    runner.prepare(shapes)
+    occupy(runner, requests)
+    found: list[torch.Tensor] = []
+    for begin in range(0, length, 16):
+        end = min(begin + 16, length)
+        fed = torch.zeros(requests, 16, dtype=torch.int64)
+        fed[:, : end - begin] = tokens[:, begin:end]
+        runner.inputs.fill(range(1, requests + 1), [end - begin] * requests, tokens=fed)
+        capacity = next(c for c in runner.capacities if c >= end)
+        _, part = runner.step(Descriptor("prefill", requests, 16, capacity, "all"))
+        found.append(part.view(requests, 16, -1)[:, : end - begin].clone())
+    runner.close()
+    return torch.cat(found, 1)
+
+
+def logits_on_ranks(group: Any, job: Job, tokens: torch.Tensor) -> torch.Tensor:
+    ranks, _ = many(job, group)
+    return logits(job, tokens, ranks, GlooGroup(group).rank)
