@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -137,6 +137,9 @@ class BreakableGraph:
         """What a session captured it for: the rows of its inputs are checked against it."""
         self.inputs = InputSet()
         """What a replay reads and must find fresh (G12); the caller's to set, a reset leaves it."""
+        self.refuse_replay: Callable[[], None] | None = None
+        """Raises while the graph may not be replayed for reasons of whoever captured it, such as an arena that the
+        ranks have not settled (A5)."""
         self._outputs: Any = None
         self._generation: Generation | None = None
         weakref.finalize(self, _retire_all, backend.graphs, self.segments).atexit = False
@@ -192,6 +195,7 @@ class BreakableGraph:
             CaptureError: not captured; the segments do not match the breaks (G1); another grad mode (G24); the
                 workspace is in use (G22); a break's result does not fit its destination (G6).
             StaleInputError: an input was not refreshed since its last replay (G12).
+            ArenaError: the ranks have not settled what its calls took from an arena (A5).
         """
         if self.outcome is not Outcome.CAPTURED:
             self.outputs()  # raises for failed and empty
@@ -217,6 +221,8 @@ class BreakableGraph:
             )
         assert self.workspace is not None
         refuse_step_in_scope(f"{self} cannot be replayed")
+        if self.refuse_replay is not None:
+            self.refuse_replay()
         drain()
         device = self.backend.device
         stream = stream or device.current_stream()

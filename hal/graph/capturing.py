@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from halma.hal.backend import Backend
 from halma.hal.errors import CaptureError
 from halma.hal.graph.agreement import Agreement, Vote, settle
+from halma.hal.graph.arenas import Uses
 from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome
 from halma.hal.graph.budget import MemoryBudget, Meter
 from halma.hal.graph.descriptor import Descriptor
@@ -54,6 +56,7 @@ class Stages:
         agreement: the ranks that capture together.
         inputs_of: the programs' persistent inputs.
         mode: whether programs may have breaks.
+        arenas: the memory that programs share with other ranks.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Stages:
         agreement: Agreement,
         inputs_of: InputsOf,
         mode: CaptureMode,
+        arenas: Uses,
     ) -> None:
         self.backend = backend
         self.workspace = workspace
@@ -73,6 +77,7 @@ class Stages:
         self.agreement = agreement
         self.inputs_of = inputs_of
         self.mode = mode
+        self.arenas = arenas
         self.meter = Meter(exact=backend.capabilities.memory_info_exact is True)
         self._pooled = cast("Backend", PooledBackend(backend, executables))
         self._most_segments = 1
@@ -97,12 +102,16 @@ class Stages:
         """
         name, begin = str(entry.descriptor), time.perf_counter()
         subjects = (name, off or "captured")
-        reason = self.together(f"the warm-up of {name}", lambda: off or self._warm_up(entry, held), subjects, entry)
-        if reason is None:
-            reason = self.together(f"the capture of {name}", lambda: self._record(entry, held), subjects, entry)
-        entry.milliseconds = (time.perf_counter() - begin) * 1e3
-        if reason is not None:
-            _drop(entry, reason, Outcome.INERT if off else Outcome.EMPTY)
+        try:
+            reason = self.together(f"the warm-up of {name}", lambda: off or self._warm_up(entry, held), subjects, entry)
+            if reason is None:
+                reason = self.together(f"the capture of {name}", lambda: self._record(entry, held), subjects, entry)
+            entry.milliseconds = (time.perf_counter() - begin) * 1e3
+            if reason is not None:
+                _drop(entry, reason, Outcome.INERT if off else Outcome.EMPTY)
+        finally:
+            if entry.graph is None:
+                self.arenas.give_back(entry.descriptor)
         entry.held = held + entry.bytes
 
     def _warm_up(self, entry: Entry, held: int) -> str:
@@ -125,7 +134,9 @@ class Stages:
         graph = entry.graph = BreakableGraph(self._pooled, str(entry.descriptor))
         graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
         self.workspace.start()
-        with GraphCaptureScope(graph, self.workspace, mode=self.mode):
+        if self.arenas:
+            graph.refuse_replay = partial(self.arenas.refuse_replay, entry.descriptor)
+        with self.arenas.recording(entry.descriptor), GraphCaptureScope(graph, self.workspace, mode=self.mode):
             graph.set_outputs(entry.program())
         after = device.memory_info()
         entry.outcome = graph.outcome
@@ -133,6 +144,22 @@ class Stages:
         self._most_segments = max(self._most_segments, len(graph.segments))
         refusal = self.budget.refusal(held=held + entry.bytes, predicted=0, memory=after)
         return f"it took {entry.bytes:,} bytes: {refusal}" if refusal else ""
+
+    def check_arenas(self, entry: Entry) -> None:
+        """Have every rank look for ``entry`` in the arenas' plans, before anything is done about it (A2)."""
+        if self.arenas:
+            name = str(entry.descriptor)
+            self.together(f"the arenas' plans for {name}", lambda: self.arenas.check((entry.descriptor,)), (name,), entry)
+
+    def settle_arenas(self) -> None:
+        """Have the ranks compare what captured calls took from the arenas; then their graphs may be replayed.
+
+        Raises:
+            CaptureError: they took different things; the first difference is named.
+        """
+        if self.arenas:
+            self.together("the arenas' ledger", self.arenas.check_memory, self.arenas.unsettled())
+            self.arenas.settle()
 
     def together(
         self,

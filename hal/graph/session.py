@@ -25,6 +25,7 @@ from halma.hal.backend import Backend, GraphCounts, Stream
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.errors import CaptureError
 from halma.hal.graph.agreement import Agreement, NoAgreement
+from halma.hal.graph.arenas import SharedArena, Uses
 from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome
 from halma.hal.graph.budget import MemoryBudget
 from halma.hal.graph.capturing import Entry, InputsOf, Program, Stages
@@ -63,6 +64,9 @@ class CaptureSession:
         agreement: the ranks that capture together; by default there is one.
         inputs: the programs' persistent inputs; a function where they depend on the descriptor.
         executables: the pool of live executables; by default the process's.
+        arenas: memory that the programs' collectives share with other ranks. Their ranks then agree by default, the
+            ladder is checked against their plans, and no graph is replayed before all ranks have found that they
+            took the same (A5).
 
     Raises:
         CaptureError: no such kind; a budget that is not positive.
@@ -82,6 +86,7 @@ class CaptureSession:
         agreement: Agreement | None = None,
         inputs: InputSet | InputsOf | None = None,
         executables: ExecutablePool | None = None,
+        arenas: Sequence[SharedArena] = (),
     ) -> None:
         if kind not in KINDS:
             raise CaptureError(f"no kind of session called {kind!r}", do="one of " + ", ".join(KINDS))
@@ -95,14 +100,18 @@ class CaptureSession:
         self.executables = process_pool(backend) if executables is None else executables  # an empty pool is false
         self.order = "as called"
         self.eager_steps: dict[str, int] = {}
+        self._arenas = Uses(arenas, kind)
+        if agreement is None:
+            agreement = arenas[0].agreement() if arenas else NoAgreement()
         self._stages = Stages(
             backend,
             self.workspace,
             MemoryBudget(budget, reserve),
             self.executables,
-            agreement or NoAgreement(),
+            agreement,
             self.inputs_of,
             mode,
+            self._arenas,
         )
         self._entries: dict[Descriptor, Entry] = {}
         self._waiting: list[Entry] = []
@@ -132,7 +141,11 @@ class CaptureSession:
             )
         entry = self._entries[descriptor] = Entry(descriptor, program)
         if self.workspace.sealed:
-            return self._capture(entry)
+            self._stages.check_arenas(entry)
+            graph = self._capture(entry)
+            self._stages.settle_arenas()
+            return graph
+        self._stages.check_arenas(entry)
         self._stages.together(f"the plan of {descriptor}", lambda: self._stages.plan(entry), (str(descriptor),), entry)
         self._waiting.append(entry)
         return None
@@ -148,6 +161,7 @@ class CaptureSession:
         waiting, self._waiting = self._waiting, []
         for entry in waiting:
             self._capture(entry)
+        self._stages.settle_arenas()
 
     def capture_all(
         self,
@@ -189,12 +203,14 @@ class CaptureSession:
             self._capture(entry)
             if progress is not None:
                 progress(entry.descriptor)
+        self._stages.settle_arenas()
 
     def _accepted(
         self, wanted: Sequence[Descriptor], program_of: Callable[[Descriptor], Program], order: str, limit: int | None
     ) -> dict[Descriptor, Entry]:
         """The ladder in order of capture, once nothing speaks against it."""
         refuse_unfit(wanted, limit=limit)
+        self._arenas.check(wanted)
         for one in wanted:
             known = self._entries.get(one)
             if known is not None:
@@ -345,6 +361,7 @@ class CaptureSession:
                 entry.graph.reset()
         self._entries.clear()
         self._waiting.clear()
+        self._arenas.close()
         if self.kind == "scratch":
             self.workspace.discard()
 
