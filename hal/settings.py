@@ -25,6 +25,16 @@ def _switch(value: str) -> bool:
     return value == "1"
 
 
+def _seconds(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise ValueError("a number of seconds above 0") from None
+    if not 0 < seconds < 1e9:  # nanoseconds of it fit 64 bits
+        raise ValueError("a number of seconds above 0")
+    return seconds
+
+
 def _level(value: str) -> str:
     if value.lower() not in LOG_LEVELS:
         raise ValueError("one of " + ", ".join(LOG_LEVELS))
@@ -111,6 +121,13 @@ class Settings:
         "HALMA_STRICT", _switch, False, "0", "1: what would only be reported (a fallback, a broken plugin) is an error"
     )
     log: str = _setting("HALMA_LOG", _level, "warning", "warning", "least level to log: " + ", ".join(LOG_LEVELS))
+    collective_bound: float = _setting(
+        "HALMA_COLLECTIVE_BOUND",
+        _seconds,
+        300.0,
+        "300",
+        "seconds that a collective waits for another rank before it gives up and names it",
+    )
     graph_decode: bool = _role_switch("decode")
     graph_draft: bool = _role_switch("draft")
     graph_verify: bool = _role_switch("verify")

@@ -7,12 +7,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from halma.backends.cpu.channel import CpuChannel
 from halma.backends.cpu.device import CpuDevice
 from halma.backends.cpu.graphs import CpuGraphs
 from halma.backends.cpu.memory import CpuMemory
+from halma.backends.cpu.memory_order import store_atomicity, why_unordered
 from halma.backends.cpu.streams import StreamState
 from halma.hal.backend import KernelSource, Stream
 from halma.hal.capabilities import Capabilities
+from halma.hal.collectives.contract import ChannelDriver, ChannelSite
 from halma.hal.errors import CapabilityError
 
 
@@ -33,7 +36,7 @@ class CpuBackend:
         reason = None if graph_capture else "this cpu backend was made without capture (graph_capture=False)"
         self.graphs = CpuGraphs(self.device, state, reason)
         self.kernels = NoKernels()
-        self.collectives = GlooCollectives()
+        self.collectives = SharedMemoryCollectives()
         self.capabilities = Capabilities(
             graph_capture=graph_capture,
             graph_segments=graph_capture,
@@ -44,7 +47,9 @@ class CpuBackend:
             graph_debug_dump=False,
             thread_local_capture=False,  # another thread's work is refused while a capture is open
             pool_freed_by_reset=True,
-            ipc=False,
+            remote_store_atomicity=store_atomicity(),
+            dependent_launch=False,
+            ipc=self.memory.not_exportable() is None,
             fp8_e4m3fn=_has_fp8_e4m3fn(),
             float64=True,
             row_invariant=True,
@@ -92,18 +97,24 @@ class NoKernels:
         )
 
 
-class GlooCollectives:
-    """torch.distributed over gloo."""
+class SharedMemoryCollectives:
+    """Channels over memory that processes share; gloo for bootstrap and for what no channel does."""
 
     torch_backend = "gloo"
 
     def unsupported(self) -> str | None:
-        """Why this torch cannot, or None."""
+        """Why this torch or this machine cannot, or None."""
         import torch.distributed as distributed
 
         if not distributed.is_available():
             return "this torch was built without torch.distributed"
-        return None if distributed.is_gloo_available() else "this torch was built without gloo"
+        if not distributed.is_gloo_available():
+            return "this torch was built without gloo"
+        return why_unordered()
+
+    def channel(self, site: ChannelSite) -> ChannelDriver:
+        """The driver of one channel."""
+        return CpuChannel(site)
 
 
 def _has_fp8_e4m3fn() -> bool:

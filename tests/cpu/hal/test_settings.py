@@ -26,6 +26,7 @@ GOOD = [
     ("HALMA_ROUTE", "a=x, b = y", "routes", {"a": "x", "b": "y"}),
     ("HALMA_ROUTE", "a=x,a=x", "routes", {"a": "x"}),
     ("HALMA_LOG", "DEBUG", "log", "debug"),
+    ("HALMA_COLLECTIVE_BOUND", "2.5", "collective_bound", 2.5),
 ]
 BAD = [
     ("HALMA_GRAPH", "on", "0 or 1"),
@@ -36,6 +37,9 @@ BAD = [
     ("HALMA_ROUTE", "a=", "is not op=route"),
     ("HALMA_ROUTE", "a=x,a=y", "'a' has 'x' and 'y'"),
     ("HALMA_LOG", "loud", "debug, info, warning, error"),
+    ("HALMA_COLLECTIVE_BOUND", "0", "seconds above 0"),
+    ("HALMA_COLLECTIVE_BOUND", "nan", "seconds above 0"),
+    ("HALMA_COLLECTIVE_BOUND", "soon", "seconds above 0"),
 ]
 
 

@@ -1,0 +1,189 @@
+"""How a call is done: a pure function of the call, the layout and values that all ranks agree on (C5).
+
+The same arguments give the same choice at capture, at replay and on every rank; nothing here looks at a tensor, a
+clock or the load of a device. In order: the measured table, where it has a row that can be used; then the first of
+:data:`ORDER` whose declared range holds the call; else a :class:`Refusal` with each one's reason.
+
+A call of no bytes (zero tokens) is a call all the same: it exchanges headers and so keeps its place in the channel's
+order. A rank that left it out would be one call ahead of its peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+from zlib import crc32
+
+from halma.hal.arena.layout import MAX_BLOCKS, ChannelLayout
+from halma.hal.capabilities import Unknown
+from halma.hal.collectives.contract import WORLD_SIZES, Algorithm, Call, Choice, Kind, Refusal, Wire
+
+Way = tuple[Algorithm, Wire]
+
+ORDER: Final[tuple[Way, ...]] = (
+    (Algorithm.ONE_SHOT, Wire.WORDS),
+    (Algorithm.ONE_SHOT, Wire.SENTINEL),
+    (Algorithm.TWO_SHOT, Wire.CHUNKS),
+    (Algorithm.STAGED, Wire.FLAGS),
+    (Algorithm.STAGED_TWO_SHOT, Wire.FLAGS),
+)
+"""By falling preference; a small message is fastest with its flags inside."""
+
+WORDS_LARGEST: Final = 64 * 1024
+"""Bytes. Half of the wire is flags; above, the sentinel's whole payload wins (measured on the link)."""
+STAGED_LARGEST: Final = 256 * 1024
+"""Bytes that a staged one-shot is used for: every rank pulls the whole message of every peer."""
+SUMMED: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""dtypes that are added up, in float32, and their bytes."""
+FLOATS: Final = (*SUMMED, "float64")
+REDUCTIONS: Final = (Kind.ALL_REDUCE, Kind.ALL_REDUCE_NORM)
+THREADS: Final = 512
+BYTES_A_THREAD: Final = 16
+ONE_SHOT_BLOCKS: Final = 64
+TWO_SHOT_BLOCKS: Final = 128
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row of a measured table: calls of ``kind`` at ``size`` ranks of up to ``up_to`` bytes go this way."""
+
+    kind: Kind
+    size: int
+    up_to: int
+    algorithm: Algorithm
+    wire: Wire
+    blocks: int = 0
+    threads: int = 0
+
+
+Table = Sequence[Measured]
+
+
+def fingerprint(table: Table) -> int:
+    """32 bits that tell tables apart; ranks compare it before the first call."""
+    return crc32(repr(sorted(table, key=repr)).encode())
+
+
+def choose(
+    call: Call,
+    layout: ChannelLayout,
+    size: int,
+    atomicity: int | Unknown,
+    *,
+    table: Table = (),
+    threads_there: int | None = None,
+    channels: int = 1,
+) -> Choice | Refusal:
+    """The way of a call.
+
+    Args:
+        size: ranks of the group.
+        atomicity: the capability ``remote_store_atomicity``; unknown means that no flag may lie inside data (C19).
+        table: measured rows.
+        threads_there: threads that the device holds at once; None: no limit is known to matter.
+        channels: channels whose grids may spin at the same time: all of them fit the device together (C16).
+    """
+    reason = why_no_channel(call, size)
+    if reason is not None:
+        return Refusal(reason)
+    most = most_blocks(threads_there, channels)
+    if most < 1:
+        return Refusal(f"{channels} channels of {THREADS} threads do not fit the {threads_there} that the device holds")
+    rows = [row for row in table if (row.kind, row.size) == (call.kind, size) and call.nbytes <= row.up_to]
+    for row in sorted(rows, key=lambda row: row.up_to):
+        if why_not((row.algorithm, row.wire), call, layout, atomicity) is None:
+            blocks, threads = geometry(call, row.algorithm, size, most)
+            threads = min(row.threads or threads, THREADS)
+            return Choice(row.algorithm, row.wire, min(row.blocks or blocks, most), threads, "measured table")
+    reasons: list[str] = []
+    for way in ORDER:
+        reason = why_not(way, call, layout, atomicity)
+        if reason is None:
+            return Choice(*way, *geometry(call, way[0], size, most), why="rule: " + (_range(way, layout)))
+        reasons.append(f"{name_of(way)}: {reason}")
+    return Refusal("; ".join(reasons))
+
+
+def name_of(way: Way) -> str:
+    """``one_shot/words``."""
+    return f"{way[0].name}/{way[1].name}".lower()
+
+
+def why_no_channel(call: Call, size: int) -> str | None:
+    """Why no way at all can do a call, or None."""
+    if size not in WORLD_SIZES:
+        return f"{size} ranks: channels are made for {', '.join(map(str, WORLD_SIZES))}"
+    if call.kind in REDUCTIONS and call.dtype not in SUMMED:
+        return f"{call.dtype} is not added up on a channel, only {', '.join(SUMMED)}"
+    return None
+
+
+def why_not(way: Way, call: Call, layout: ChannelLayout, atomicity: int | Unknown) -> str | None:
+    """Why a way cannot do a call, or None: its declared range, and what it needs of stores."""
+    algorithm, wire = way
+    needed = {Wire.WORDS: 8, Wire.SENTINEL: 4, Wire.CHUNKS: 4, Wire.FLAGS: 0}[wire]
+    if needed and (isinstance(atomicity, Unknown) or atomicity < needed):
+        return f"it needs stores of {needed} bytes that are seen whole, and remote_store_atomicity is {atomicity}"
+    if algorithm in (Algorithm.TWO_SHOT, Algorithm.STAGED_TWO_SHOT) and call.kind not in REDUCTIONS:
+        return "only sums are made in two phases"
+    if wire is Wire.SENTINEL and call.dtype not in FLOATS:
+        return f"{call.dtype} may hold the sentinel as a value"
+    largest = _largest(way, layout)
+    if largest is None:
+        return "the plan has no lane for it"
+    if call.nbytes > largest:
+        return f"{call.nbytes:,} bytes are more than its {largest:,}"
+    return None
+
+
+def _largest(way: Way, layout: ChannelLayout) -> int | None:
+    """Most payload of a rank, or None where the plan has no lane."""
+    algorithm, wire = way
+    if wire is Wire.WORDS:
+        return None if layout.words is None else min(layout.words.largest, WORDS_LARGEST)
+    if wire is Wire.SENTINEL:
+        return None if layout.sentinel is None else layout.sentinel.largest
+    if wire is Wire.CHUNKS:
+        return None if layout.scatter is None or layout.gather is None else layout.largest
+    if layout.staging is None or layout.stage_flags is None:
+        return None
+    if algorithm is Algorithm.STAGED:
+        # Without memory for sums there is no second way: then the first takes all that fits.
+        most = layout.staging.largest
+        return most if layout.stage_sum is None else min(most, STAGED_LARGEST)
+    return None if layout.stage_sum is None else layout.largest
+
+
+def _range(way: Way, layout: ChannelLayout) -> str:
+    return f"up to {_largest(way, layout) or 0:,} bytes"
+
+
+def most_blocks(threads_there: int | None, channels: int) -> int:
+    """Blocks that one call may have, so that all channels' grids fit the device together."""
+    if threads_there is None:
+        return MAX_BLOCKS
+    return min(MAX_BLOCKS, threads_there // (THREADS * max(channels, 1)))
+
+
+def geometry(call: Call, algorithm: Algorithm, size: int, most: int = MAX_BLOCKS) -> tuple[int, int]:
+    """(blocks, threads) of a call: one thread for 16 bytes of what a rank adds up, as far as blocks go."""
+    two_phases = algorithm in (Algorithm.TWO_SHOT, Algorithm.STAGED_TWO_SHOT)
+    work = -(-call.nbytes // size) if two_phases else call.nbytes
+    limit = TWO_SHOT_BLOCKS if two_phases else ONE_SHOT_BLOCKS
+    return max(1, min(-(-work // (THREADS * BYTES_A_THREAD)), limit, most)), THREADS
+
+
+def verdicts(
+    call: Call, layout: ChannelLayout, size: int, atomicity: int | Unknown
+) -> Iterable[tuple[str, str | None]]:
+    """(name, reason against it) of every way, for the decision record."""
+    everything = why_no_channel(call, size)
+    for way in ORDER:
+        yield name_of(way), everything or why_not(way, call, layout, atomicity)
+
+
+def shard(nbytes: int, size: int, rank: int) -> tuple[int, int]:
+    """(start, end) of the bytes that ``rank`` adds up in a two-shot: 16-byte pieces, the last ranks may get less."""
+    part = -(-nbytes // (size * BYTES_A_THREAD)) * BYTES_A_THREAD
+    return min(rank * part, nbytes), min((rank + 1) * part, nbytes)
