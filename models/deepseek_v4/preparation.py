@@ -91,7 +91,7 @@ def check_world(config: V4Config, world: int) -> None:
             "the model cannot be divided among that many ranks",
             asked=f"{world} ranks",
             found=[f"{one}, which {world} does not divide" for one in wrong],
-            do=f"this model takes {', '.join(map(str, worlds(config)))} ranks",
+            do=f"numbers of ranks that divide all of them: {', '.join(map(str, worlds(config)))}",
         )
 
 

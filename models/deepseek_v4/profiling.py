@@ -24,6 +24,7 @@ def _scratch(runner: V4Runner) -> CaptureSession:
         budget=options.budget,
         reserve=options.reserve,
         agreement=runner.model.ranks.agreement,
+        arenas=runner.model.ranks.arenas,
         inputs=runner.inputs.read_by,  # a warm-up that runs must feed the null slot, not the requests of the last step
     )
 

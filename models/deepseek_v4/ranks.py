@@ -16,7 +16,8 @@ import torch
 
 from halma.hal.dispatch import Ops
 from halma.hal.errors import CollectiveError
-from halma.hal.graph.agreement import Agreement, NoAgreement
+from halma.hal.graph.agreement import Agreement
+from halma.hal.graph.arenas import SharedArena
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.preparation import check_world
 
@@ -50,12 +51,15 @@ class Ranks(Protocol):
 
     Attributes:
         first_token: where this rank's part of the vocabulary begins; None where it holds all of it.
-        agreement: with whom graphs are captured.
+        arenas: where their messages go; sessions settle with all ranks what a capture took of them.
+        agreement: with whom graphs are captured, where there are no arenas that know it.
     """
 
+    rank: int
     size: int
     first_token: int | None
-    agreement: Agreement
+    arenas: Sequence[SharedArena]
+    agreement: Agreement | None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Partial sums -> their sum, in place."""
@@ -81,9 +85,11 @@ class Ranks(Protocol):
 class OneRank:
     """A model that one rank holds whole."""
 
+    rank = 0
     size = 1
-    first_token = None
-    agreement: Agreement = NoAgreement()
+    first_token: int | None = None
+    arenas: Sequence[SharedArena] = ()
+    agreement: Agreement | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """``x``."""
@@ -110,7 +116,7 @@ class ManyRanks:
     Args:
         group: for what the host says.
         communicator: for what a step does; one stream at a time.
-        agreement: over the same ranks.
+        arenas, agreement: see :class:`Ranks`.
         largest: bytes of the largest message that the communicator moves at once.
 
     Raises:
@@ -118,12 +124,19 @@ class ManyRanks:
     """
 
     def __init__(
-        self, config: V4Config, group: Group, communicator: Communicator, agreement: Agreement, *, largest: int
+        self,
+        config: V4Config,
+        group: Group,
+        communicator: Communicator,
+        *,
+        largest: int,
+        arenas: Sequence[SharedArena] = (),
+        agreement: Agreement | None = None,
     ) -> None:
         check_world(config, group.size)
-        self.size = group.size
+        self.rank, self.size = group.rank, group.size
         self.first_token: int | None = group.rank * config.vocab_size // group.size
-        self.agreement = agreement
+        self.arenas, self.agreement = arenas, agreement
         self._vocabulary = config.vocab_size
         self._group = group
         self._communicator = communicator

@@ -139,6 +139,7 @@ class V4Runner:
             budget=options.budget,
             reserve=options.reserve,
             agreement=ranks.agreement,
+            arenas=ranks.arenas,
             inputs=self.inputs.read_by,
         )
         self.capacities = doubling(self.plan.page_tokens, self.plan.pages_per_slot * self.plan.page_tokens)

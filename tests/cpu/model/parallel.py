@@ -100,7 +100,9 @@ def serve(job: Job, ranks: Ranks = ONE_RANK, rank: int = 0) -> Served:
 def many(job: Job, group: Any) -> tuple[ManyRanks, GlooCommunicator]:
     config = tiny_config() if job.changes is None else small_config(**job.changes)
     communicator = GlooCommunicator(group)
-    return ManyRanks(config, GlooGroup(group), communicator, RankAgreement(group), largest=1 << 14), communicator
+    return ManyRanks(
+        config, GlooGroup(group), communicator, agreement=RankAgreement(group), largest=1 << 14
+    ), communicator
 
 
 def tiny_config() -> V4Config:
