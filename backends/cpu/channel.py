@@ -17,8 +17,9 @@ import torch
 from halma.backends.cpu.channel_memory import ChannelMemory, Faulted
 from halma.backends.cpu.channel_wires import WAYS, Turn
 from halma.backends.cpu.memory_order import memory_order, why_unordered
-from halma.backends.cpu.sums import bytes_of, normalised, poison
+from halma.backends.cpu.sums import bytes_of, poison
 from halma.hal.backend import Stream
+from halma.hal.collectives.arithmetic import fused_norm
 from halma.hal.collectives.contract import (
     Box,
     Call,
@@ -191,7 +192,6 @@ def _deliver(call: Call, operands: Operands, found: dict[int, Any]) -> None:
         return
     (result,) = found.values()
     if call.kind is Kind.ALL_REDUCE_NORM:
-        with torch.no_grad():
-            normalised(result, operands)
+        fused_norm(torch.from_numpy(result).view(operands.source.dtype), operands)
     else:
         bytes_of(operands.out)[:] = result

@@ -229,6 +229,10 @@ class CpuGraphs:
         """The nodes with their baked values, in order."""
         return template.described()
 
+    def edges(self, template: Template) -> Sequence[tuple[int, int]]:
+        """(earlier, later) positions in :meth:`nodes` that streams and events order; what follows from them is left out."""
+        return template.edges()
+
     def counts(self, template: Template) -> GraphCounts:
         """Work of one replay."""
         return template.counts()

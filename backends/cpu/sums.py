@@ -1,7 +1,6 @@
-"""The arithmetic of collectives: one definition, so that every algorithm gives the same bits (C1).
+"""Sums and bytes of tensors. One definition of a sum, so that every algorithm gives the same bits (C1):
 
-A sum is ((x0 + x1) + x2) + ... in float32, in order of ranks, then one rounding to the dtype. The norm works on the
-rounded values: reduced = round(sum), h = round(reduced + residual), out = round(h * rsqrt(mean(h^2) + eps) * weight).
+((x0 + x1) + x2) + ... in float32, in order of ranks, then one rounding to the dtype.
 """
 
 from __future__ import annotations
@@ -29,19 +28,6 @@ def added_up(parts: Sequence[Bytes], dtype: torch.dtype) -> Bytes:
     for tensor in tensors[1:]:
         total.add_(tensor)
     return total.to(dtype).view(torch.uint8).numpy()
-
-
-def normalised(reduced: Bytes, operands: Operands) -> None:
-    """Add the residual to ``reduced`` into ``operands.out``, and write the norm of it to ``operands.norm_out``."""
-    source, out, residual = operands.source, operands.out, operands.residual
-    weight, norm_out = operands.weight, operands.norm_out
-    assert residual is not None and weight is not None and norm_out is not None
-    rows = torch.from_numpy(reduced).view(source.dtype).view(-1, operands.row_length)
-    h = (rows.float() + residual.detach().view(-1, operands.row_length).float()).to(source.dtype)
-    wide = h.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + operands.eps)
-    out.detach().view_as(h).copy_(h)
-    norm_out.detach().view_as(h).copy_(wide * scale * weight.detach().float())
 
 
 def poison(operands: Operands) -> None:

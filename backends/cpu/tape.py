@@ -12,7 +12,7 @@ import torch
 from halma.backends.cpu.op_rules import Overload, rule_of, tensors_in
 from halma.backends.cpu.races import Access
 from halma.backends.cpu.results import FallbackUse
-from halma.backends.cpu.streams import Stamp
+from halma.backends.cpu.streams import CpuStream, Stamp
 from halma.hal.backend import GraphCounts, GraphNode
 from halma.hal.workspace import Workspace
 
@@ -137,6 +137,19 @@ class Template:
             return ("external", order.setdefault(storage, len(order)), tensor.storage_offset(), *geometry)
 
         return [node.described(place) for node in self.nodes]
+
+    def edges(self) -> list[tuple[int, int]]:
+        """(earlier, later) positions of nodes: the one before on the same stream, and the last of each other stream
+        that had been waited for."""
+        found: list[tuple[int, int]] = []
+        made: dict[CpuStream, list[tuple[int, int]]] = {}  # stream -> (count, position), rising
+        for position, node in enumerate(self.nodes):
+            stamp = node.stamp
+            for stream, count in {**stamp.seen, stamp.stream: stamp.count - 1}.items():
+                earlier = [other for number, other in made.get(stream, ()) if number <= count]
+                found += [(earlier[-1], position)] if earlier else []
+            made.setdefault(stamp.stream, []).append((stamp.count, position))
+        return found
 
     def held(self) -> Held:
         """What it keeps alive."""

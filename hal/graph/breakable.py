@@ -83,6 +83,18 @@ class BreakFn(Protocol):
         ...
 
 
+class GraphUser(Protocol):
+    """Who takes part in every replay of a graph without being asked by the program, such as a communicator."""
+
+    def captured(self, graph: BreakableGraph) -> None:
+        """The capture is about to end as done; raises what speaks against it."""
+        ...
+
+    def before_replay(self, stream: Stream) -> None:
+        """A replay will be queued on ``stream``; raises what speaks against it."""
+        ...
+
+
 @dataclass
 class CaptureCounters:
     """What captures and replays of this process did; tests and ``--json`` read them."""
@@ -137,6 +149,8 @@ class BreakableGraph:
         """What a session captured it for: the rows of its inputs are checked against it."""
         self.inputs = InputSet()
         """What a replay reads and must find fresh (G12); the caller's to set, a reset leaves it."""
+        self.users: dict[object, GraphUser] = {}
+        """Told of the capture's end and of each replay; a reset forgets them."""
         self.refuse_replay: Callable[[], None] | None = None
         """Raises while the graph may not be replayed for reasons of whoever captured it, such as an arena that the
         ranks have not settled (A5)."""
@@ -227,6 +241,8 @@ class BreakableGraph:
         device = self.backend.device
         stream = stream or device.current_stream()
         self.inputs.check(self.descriptor or self)
+        for user in self.users.values():
+            user.before_replay(stream)
         with lease(self.workspace, f"a replay of {self}"):
             follow_last_use(self.workspace, stream, device)
             self.inputs.consume(stream)
@@ -275,6 +291,7 @@ class BreakableGraph:
         """
         _retire_all(self.backend.graphs, self.segments)
         self.breaks.clear()
+        self.users.clear()
         self.outcome = Outcome.EMPTY
         self.error = None
         self.replays = 0

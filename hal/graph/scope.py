@@ -330,6 +330,8 @@ class GraphCaptureScope:
             )
         if not self.allow_empty:
             self._refuse_empty_segments()
+        for user in self.graph.users.values():
+            user.captured(self.graph)
 
     def _refuse_empty_segments(self) -> None:
         breaks, last = self.graph.breaks, len(self.graph.breaks)

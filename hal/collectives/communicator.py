@@ -1,0 +1,484 @@
+"""A communicator: the collectives of one channel, as a program calls them.
+
+Every rank makes the same calls in the same order; captured calls, replays and eager ones mix freely on one stream,
+without a wait of the host. A call that no channel does goes to the vendor's collective, and the reason is recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from halma.hal.backend import Backend, Stream
+from halma.hal.capabilities import Unknown
+from halma.hal.collectives import vendor
+from halma.hal.collectives.choice import THREADS, Table, choose, name_of, verdicts
+from halma.hal.collectives.contract import (
+    FLIGHT_BYTES,
+    Call,
+    ChannelDriver,
+    ChannelSite,
+    Choice,
+    FlightEntry,
+    Kind,
+    Operands,
+    Refusal,
+)
+from halma.hal.collectives.operands import call_of, check_apart, check_like, check_tensor, name_of as dtype_name
+from halma.hal.collectives.order import GivesEdges, prove_path
+from halma.hal.collectives.ranks import DistributedRanks, SoloRanks
+from halma.hal.collectives.report import Answers, ChannelFault, channel_fault
+from halma.hal.decisions import Candidate, Decision, decisions
+from halma.hal.errors import CollectiveError
+from halma.hal.graph.breakable import BreakableGraph
+from halma.hal.graph.current import current_recorder, current_scope, note_failure
+from halma.hal.settings import settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from halma.hal.arena.arena import Arena
+
+VENDOR: Final = "vendor"
+FLIGHT_ENTRIES: Final = 256
+ANSWER_SECONDS: Final = 5.0
+"""How long a report waits for the others' flight recorders; they faulted at about the same time, or never will."""
+
+log = logging.getLogger("halma.collectives")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ids = itertools.count(1)
+live: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+"""Open communicators by id, for the custom op."""
+
+
+def _noted(method: F) -> F:
+    """A capture inside which a call was refused ends as failed, also if the program swallows the error (G3)."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            note_failure(error)
+            raise
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+class Communicator:
+    """The collectives of one channel on this rank. Not thread-safe.
+
+    Args:
+        backend, ranks: the group's.
+        arena: where the channel lies; None: every call is the vendor's, for the reason ``why_vendor``.
+        channel: its name in the arena's plan.
+        group: the torch.distributed group that takes what no channel does.
+        why_vendor: why this group has no channel.
+        table: measured choices, equal on every rank.
+        first_epoch: the channel's epoch before its first call; for tests of the wrap.
+
+    Raises:
+        CollectiveError: ranks disagree on the table or the channel; or all channels' grids do not fit the device
+            together (C16).
+        RankError: a rank did not come.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        ranks: DistributedRanks | SoloRanks,
+        arena: Arena | None,
+        channel: str = "main",
+        *,
+        group: Any = None,
+        why_vendor: str = "",
+        table: Table = (),
+        first_epoch: int = 0,
+    ) -> None:
+        now = settings()
+        self.id = next(_ids)
+        self.channel = channel
+        self.rank, self.size = ranks.rank, ranks.size
+        self.descriptor = ""
+        self._backend, self._ranks, self._arena, self._group = backend, ranks, arena, group
+        self._why_vendor = why_vendor
+        self._table = table
+        self._checked, self._strict = now.checked, now.strict
+        self._choices: dict[tuple[Any, ...], Choice | Refusal] = {}
+        self._known: dict[int, str] = {}
+        self._filed: list[str] = []
+        self._eager_calls = 0
+        self._stream: Stream | None = None
+        self._graph: weakref.ref[BreakableGraph] | None = None
+        self._captured_on: Stream | None = None
+        self._fault: ChannelFault | None = None
+        self._bound = now.collective_bound
+        self._nothing = backend.memory.empty((0,), _uint8())
+        self._driver: ChannelDriver | None = None
+        if arena is not None:
+            self._driver = self._open(arena, first_epoch)
+        live[self.id] = self
+
+    def _open(self, arena: Arena, first_epoch: int) -> ChannelDriver:
+        layout = arena.layout(self.channel)
+        self._layout = layout
+        there = self._backend.capabilities.resident_threads
+        self._threads = None if isinstance(there, Unknown) else there
+        self._channels = len(arena.plan.channels)
+        if self._threads is not None and self._channels * THREADS > self._threads:
+            raise CollectiveError(
+                "the grids of all channels do not fit the device together",
+                asked=f"{self._channels} channels of at least {THREADS} threads, which may spin at the same time",
+                found=f"the device holds {self._threads} threads at once",
+                do="plan fewer channels",
+            )
+        self._recorder = self._backend.memory.pinned((FLIGHT_ENTRIES * FLIGHT_BYTES,), _uint8())
+        self._recorder.zero_()
+        capability = self._backend.capabilities.dependent_launch
+        driver = self._backend.collectives.channel(
+            ChannelSite(
+                rank=self.rank,
+                size=self.size,
+                layout=layout,
+                own=arena.own,
+                peers=arena.peers,
+                bound_ns=int(self._bound * 1e9),
+                dependent=capability is True,
+                recorder=self._recorder,
+                first_epoch=first_epoch,
+            )
+        )
+        # Every kernel is loaded on every rank before the first call can spin (C18).
+        terms = (self.channel, first_epoch, tuple(self._table), self._checked)
+        self._refuse_difference("the channel", self._ranks.exchange(f"channel {self.channel} is loaded", terms))
+        return driver
+
+    # -- calls --------------------------------------------------------------------------------------
+
+    @_noted
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of every rank's ``x`` [any shape], in place or into ``out``; returns where it is.
+
+        The same bits on every rank and by every algorithm: float32, in order of ranks, rounded once (C1).
+
+        Raises:
+            CollectiveError: a tensor that cannot be taken, or calls that differ between ranks (checked mode).
+            RankError: the channel's sticky fault.
+        """
+        kind, out = Kind.ALL_REDUCE, x if out is None else out
+        self._check(kind, x=x, out=out)
+        check_like(kind, "out", out, tuple(x.shape), x.dtype)
+        check_apart(kind, ("x", x), ("out", out), same=True)
+        self._make(call_of(kind, x, descriptor=self._where()), Operands(x, out))
+        return out
+
+    @_noted
+    def all_reduce_rmsnorm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, out: torch.Tensor
+    ) -> torch.Tensor:
+        """``residual`` [..., H] becomes itself plus the sum of every rank's ``x``; ``out`` the RMS norm of it.
+
+        ``weight`` [H] has x's dtype or float32. No two of the tensors share memory. Returns ``out``.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        kind = Kind.ALL_REDUCE_NORM
+        self._check(kind, x=x, residual=residual, weight=weight, out=out)
+        if not x.dim() or not x.shape[-1] or not x.is_floating_point():
+            raise CollectiveError(
+                "all_reduce_norm cannot take x",
+                found=f"{dtype_name(x.dtype)}{list(x.shape)}",
+                do="give it rows [..., H] of floating numbers",
+            )
+        for name, tensor in (("residual", residual), ("out", out)):
+            check_like(kind, name, tensor, tuple(x.shape), x.dtype)
+        wide = weight.dtype if weight.dtype == _float32() else x.dtype
+        check_like(kind, "weight", weight, (x.shape[-1],), wide)
+        named = (("x", x), ("residual", residual), ("weight", weight), ("out", out))
+        for one, two in itertools.combinations(named, 2):
+            check_apart(kind, one, two)
+        detail = f"rows of {x.shape[-1]}, eps {eps!r}, weight {dtype_name(weight.dtype)}"
+        operands = Operands(x, residual, residual, weight, out, eps=eps, row_length=x.shape[-1])
+        self._make(call_of(kind, x, detail=detail, descriptor=self._where()), operands)
+        return out
+
+    @_noted
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``x`` [any shape] into ``out`` [ranks, ...], by rank; any dtype. Returns ``out``.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        kind = Kind.ALL_GATHER
+        self._check(kind, x=x, out=out)
+        check_like(kind, "out", out, (self.size, *x.shape), x.dtype)
+        check_apart(kind, ("x", x), ("out", out))
+        self._make(call_of(kind, x, descriptor=self._where()), Operands(x, out))
+        return out
+
+    @_noted
+    def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
+        """``x`` of rank ``root`` of the group, in place on every rank; any dtype. Returns ``x``.
+
+        Raises:
+            As :meth:`all_reduce`; there is no such rank.
+        """
+        self._check(Kind.BROADCAST, x=x)
+        if not 0 <= root < self.size:
+            raise CollectiveError(
+                f"there is no rank {root} to broadcast from",
+                found=f"the group has ranks 0..{self.size - 1}, whatever they are called outside of it",
+            )
+        self._make(call_of(Kind.BROADCAST, x, root=root, descriptor=self._where()), Operands(x, x))
+        return x
+
+    @_noted
+    def barrier(self) -> None:
+        """Nothing behind it runs, on this rank's device, before every rank's device has come to it.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        self._make(Call(Kind.BARRIER, 0, "uint8", descriptor=self._where()), Operands(self._nothing, self._nothing))
+
+    def _check(self, kind: Kind, **tensors: Any) -> None:
+        for name, value in tensors.items():
+            check_tensor(kind, name, value, self._backend.device.torch_device)
+
+    def _make(self, call: Call, operands: Operands) -> None:
+        if self.id not in live:
+            raise CollectiveError("the communicator is closed", asked=call.describe(), do="make a new one")
+        choice = self._choice(call)
+        capturing = self._backend.graphs.is_capturing()
+        eager = not capturing and current_recorder() is None  # a dry run is neither: its work is thrown away
+        if eager and self._driver is not None:
+            self.poll()
+        if isinstance(choice, Refusal):
+            vendor.run(call, operands, self._group, self.size)
+            return
+        assert self._driver is not None and self._arena is not None
+        stream = self._backend.device.current_stream()
+        if capturing:
+            self._refuse_stream_of_capture(stream)
+        elif eager:
+            self._refuse_stream(stream)
+        if eager and self._checked:
+            self._agree(call, choice)
+        self._known[call.digest] = call.describe()
+        box = self._arena.take(call, choice.algorithm, self.channel) if capturing else None
+        if capturing:
+            self._filed.append(f"{call.describe()} by {name_of((choice.algorithm, choice.wire))}")
+        self._driver.launch(call, choice, operands, box, stream)
+
+    # -- the choice ---------------------------------------------------------------------------------
+
+    def _choice(self, call: Call) -> Choice | Refusal:
+        key = (call.kind, call.nbytes, call.dtype, call.root, call.detail)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self._decide(call)
+        return choice
+
+    def _decide(self, call: Call) -> Choice | Refusal:
+        candidates: list[Candidate] = []
+        if self._driver is None:
+            choice: Choice | Refusal = Refusal(self._why_vendor)
+        else:
+            atomicity = self._backend.capabilities.remote_store_atomicity
+            choice = choose(
+                call, self._layout, self.size, atomicity,
+                table=self._table, threads_there=self._threads, channels=self._channels,
+            )  # fmt: skip
+            chosen = name_of((choice.algorithm, choice.wire)) if isinstance(choice, Choice) else ""
+            for name, reason in verdicts(call, self._layout, self.size, atomicity):
+                why = choice.why if name == chosen and isinstance(choice, Choice) else reason or "applies"
+                candidates.append(Candidate(name, name == chosen, why))
+        refused = isinstance(choice, Refusal)
+        candidates.append(Candidate(VENDOR, refused, choice.why if refused else "a channel does it"))
+        name = next(candidate.name for candidate in candidates if candidate.chosen)
+        asked = f"{self.size} ranks, channel {self.channel}"
+        decisions.record(Decision("collective", call.describe(), name, tuple(candidates), asked))
+        if refused and self.size > 1:
+            self._refuse_strictly(call, choice.why)
+            log.warning("%s takes the vendor's collective: %s", call.describe(), choice.why)
+        return choice
+
+    def _refuse_strictly(self, call: Call, why: str) -> None:
+        if self._strict:
+            raise CollectiveError(
+                f"{call.describe()} would take the vendor's collective, and HALMA_STRICT forbids it",
+                found=why,
+                do="plan an arena that holds it, or unset HALMA_STRICT",
+            )
+
+    # -- one stream ---------------------------------------------------------------------------------
+
+    @_noted
+    def hand_over(self, stream: Stream) -> None:
+        """Declare that the channel's next calls are made on ``stream``: it waits for the calls made so far."""
+        capturing = self._backend.graphs.is_capturing()
+        before = self._captured_on if capturing else self._stream
+        if before is not None and before != stream:
+            event = self._backend.device.new_event(f"channel {self.channel}")
+            before.record(event)
+            stream.wait(event)
+        if capturing:
+            self._captured_on = stream
+        else:
+            self._stream = stream
+
+    def before_replay(self, stream: Stream) -> None:
+        """A graph that holds calls of this channel is about to be replayed; see :class:`GraphUser`."""
+        self._refuse_stream(stream)
+
+    def captured(self, graph: BreakableGraph) -> None:
+        """A capture with calls of this channel ends: they must lie on one path (C4)."""
+        graphs = self._backend.graphs
+        if isinstance(graphs, GivesEdges):
+            for segment in graph.segments:
+                prove_path(graphs.nodes(segment.template), graphs.edges(segment.template), self.channel)
+
+    def _refuse_stream(self, stream: Stream) -> None:
+        if self._stream is None:
+            self._stream = stream
+        elif stream != self._stream:
+            raise self._two_streams(self._stream, stream)
+
+    def _refuse_stream_of_capture(self, stream: Stream) -> None:
+        scope = current_scope()
+        if scope is None:
+            return
+        if self._graph is None or self._graph() is not scope.graph:
+            self._graph, self._captured_on = weakref.ref(scope.graph), stream
+            scope.graph.users[self.id] = self
+        elif self._captured_on is not None and stream != self._captured_on:
+            raise self._two_streams(self._captured_on, stream)
+
+    def _two_streams(self, one: Stream, two: Stream) -> CollectiveError:
+        return CollectiveError(
+            f"channel {self.channel!r} is used on two streams",
+            asked=f"a call on stream {two.name!r}",
+            found=f"its calls so far are on {one.name!r}, and nothing orders the two",
+            do="communicator.hand_over(stream) before the call, or a channel of its own for each stream",
+        )
+
+    # -- ranks that disagree ------------------------------------------------------------------------
+
+    def _agree(self, call: Call, choice: Choice) -> None:
+        """Checked mode: compare an eager call with the other ranks' before anybody waits on the device (C6, C12)."""
+        self._eager_calls += 1
+        mine = (call.describe(), name_of((choice.algorithm, choice.wire)))
+        stage = f"eager call {self._eager_calls} of channel {self.channel}"
+        self._refuse_difference(stage, self._ranks.exchange(stage, mine))
+
+    def compare_captured(self) -> int:
+        """Compare the calls captured since the last comparison with the other ranks'; all ranks come. Returns how many.
+
+        Sessions over an arena do so with its ledger; this is for captures outside of one, and compares all of a call.
+
+        Raises:
+            CollectiveError: the first difference.
+        """
+        filed, self._filed = self._filed, []
+        lists = self._ranks.exchange(f"captured calls of channel {self.channel}", filed)
+        for position in range(max(map(len, lists))):
+            rows = [one[position] if position < len(one) else "nothing" for one in lists]
+            self._refuse_difference(f"captured call {position + 1}", rows)
+        return len(filed)
+
+    def _refuse_difference(self, what: str, values: Sequence[Any]) -> None:
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise CollectiveError(
+                    f"ranks do not agree on {what}: rank {rank} ({self._ranks.names[rank]}) differs from rank 0",
+                    found=(f"rank 0: {_shown(values[0])}", f"rank {rank}: {_shown(value)}"),
+                    do="every rank makes the same calls, with the same shapes, in the same order",
+                )
+
+    def _where(self) -> str:
+        scope = current_scope()
+        return str(scope.graph) if scope is not None and scope.graph.name else self.descriptor
+
+    @contextmanager
+    def step(self, descriptor: object) -> Generator[None]:
+        """Eager calls inside belong to ``descriptor``: in reports, and in what ranks must have in common."""
+        before, self.descriptor = self.descriptor, str(descriptor)
+        try:
+            yield
+        finally:
+            self.descriptor = before
+
+    # -- faults -------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Raise the channel's sticky fault, if there is one; waits for nothing where there is none.
+
+        Raises:
+            ChannelFault: a :class:`RankError` with the record and every answering rank's last calls.
+        """
+        if self._fault is None and self._driver is not None:
+            record = self._driver.error()
+            if record is not None:
+                seconds = min(ANSWER_SECONDS, 2 * self._bound + 1)
+                stage = f"fault of channel {self.channel} in call {record.call}"
+                answers = Answers(self.size, self._ranks.answers(stage, self.flight(), seconds))
+                self._fault = channel_fault(
+                    self.channel, self.rank, self._ranks.names, record, answers, self._known
+                )
+        if self._fault is not None:
+            raise self._fault
+
+    def flight(self) -> list[FlightEntry]:
+        """The calls this rank started last, oldest first; also while the device hangs."""
+        return [] if self._driver is None else list(self._driver.flight())
+
+    def set_bound(self, seconds: float) -> None:
+        """How long waits may take from now on, those of captured calls included."""
+        self._bound = seconds
+        if self._driver is not None:
+            self._driver.set_bound(int(seconds * 1e9))
+
+    def rearm(self) -> None:
+        """Forget the fault and go on, without another capture. Every rank calls it; what is queued drains first.
+
+        Raises:
+            RankError: a rank did not come: then the channel stays as it is.
+        """
+        if self._driver is None:
+            return
+        self._backend.device.synchronize()
+        epoch = max(self._ranks.exchange(f"rearm of channel {self.channel}", self._driver.epoch()))
+        self._driver.rearm(epoch)
+        self._backend.device.synchronize()
+        self._ranks.exchange(f"channel {self.channel} is armed", epoch)
+        self._fault = None
+
+    def close(self) -> None:
+        """Let go of the channel; the arena frees its memory. Calls and the custom op with its id raise from now on."""
+        live.pop(self.id, None)
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+
+def _shown(value: Any) -> str:
+    return ", by ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _uint8() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def _float32() -> Any:
+    import torch
+
+    return torch.float32

@@ -1,0 +1,67 @@
+"""``halma::all_reduce`` as an op that torch.compile, make_fx and FakeTensor can trace.
+
+Tracers keep integers, not objects: the communicator is looked up by :attr:`Communicator.id` when the op runs, and a
+dead id is an error. Two forms: one with a new result, and one with a destination, which allocates nothing and is the
+one for programs that are captured. Importing this module registers both.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from halma.hal.collectives.communicator import Communicator, live
+from halma.hal.errors import CollectiveError
+from halma.hal.graph.current import current_recorder
+
+
+def find(communicator: int) -> Communicator:
+    """The communicator with that id.
+
+    Raises:
+        CollectiveError: there is none, or it is closed.
+    """
+    found = live.get(communicator)
+    if found is None:
+        raise CollectiveError(
+            f"communicator {communicator} is gone",
+            asked="halma::all_reduce",
+            found=f"open communicators: {sorted(live) or 'none'}",
+            do="keep the communicator open as long as what was traced with its id, and trace again with a new one",
+        )
+    return found
+
+
+@torch.library.custom_op("halma::all_reduce", mutates_args=())
+def _all_reduce(x: torch.Tensor, communicator: int) -> torch.Tensor:
+    return find(communicator).all_reduce(x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+@_all_reduce.register_fake
+def _(x: torch.Tensor, communicator: int) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("halma::all_reduce_out", mutates_args=("out",))
+def _all_reduce_out(x: torch.Tensor, communicator: int, out: torch.Tensor) -> None:
+    find(communicator).all_reduce(x, out)
+
+
+@_all_reduce_out.register_fake
+def _(x: torch.Tensor, communicator: int, out: torch.Tensor) -> None:
+    return None
+
+
+def all_reduce(x: torch.Tensor, communicator: Communicator, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of every rank's ``x``, through the op where somebody may be tracing.
+
+    A recorder takes the call itself, so that it is filed as a call of the channel and not as an unknown op.
+
+    Raises:
+        As :meth:`Communicator.all_reduce`.
+    """
+    if out is not None and current_recorder() is not None:
+        return communicator.all_reduce(x, out)
+    if out is None:
+        return torch.ops.halma.all_reduce(x, communicator.id)
+    torch.ops.halma.all_reduce_out(x, communicator.id, out)
+    return out

@@ -1,0 +1,123 @@
+"""What a channel's fault says to a person: who waited for whom, in which call, and which rank is behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from halma.hal.collectives.contract import Algorithm, ErrorRecord, Fault, FlightEntry, Kind
+from halma.hal.errors import RankError
+
+LINES: int = 4
+"""Calls of each rank that a report shows; the last ones tell where ranks went apart."""
+
+
+class ChannelFault(RankError):
+    """The sticky fault of a channel (C7).
+
+    Attributes:
+        rank: this rank of the group.
+        record: the first fault, as device code wrote it.
+        flights: the calls that each answering rank started last.
+        stragglers: ranks that did not answer, or are behind the others; empty where none is.
+    """
+
+    def __init__(self, what: str, rank: int, record: ErrorRecord, answers: Answers, **lines: Sequence[str]) -> None:
+        super().__init__(what, **lines)
+        self.rank = rank
+        self.record = record
+        self.flights = answers.flights
+        self.stragglers = answers.stragglers
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The flight recorders of the ranks that answered, by rank of the group."""
+
+    size: int
+    flights: Mapping[int, Sequence[FlightEntry]]
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks that did not answer."""
+        return [rank for rank in range(self.size) if rank not in self.flights]
+
+    @property
+    def stragglers(self) -> list[int]:
+        """Those that did not answer; where all did, those whose last call is behind another's."""
+        if self.silent:
+            return self.silent
+        last = {rank: flight[-1].call if flight else 0 for rank, flight in self.flights.items()}
+        return [rank for rank, call in last.items() if call < max(last.values())]
+
+
+def channel_fault(
+    channel: str, rank: int, names: Sequence[str], record: ErrorRecord, answers: Answers, known: Mapping[int, str]
+) -> ChannelFault:
+    """The error of a fault.
+
+    Args:
+        known: digest -> the call, as this rank describes it.
+    """
+
+    def named(one: int) -> str:
+        return f"rank {one} ({names[one]})"
+
+    def call_of(digest: int) -> str:
+        return known.get(digest, f"a call with digest {digest:#010x} that this rank never made")
+
+    found = [
+        f"{named(rank)} was in call {record.call} of the channel: {call_of(record.digest)}",
+        f"by {_way(record.algorithm)}, after {record.waited_ns / 1e9:.3f} s",
+        *_lines(answers, call_of),
+    ]
+    if answers.silent:
+        found.append("no answer from " + ", ".join(map(named, answers.silent)))
+    elif answers.stragglers:
+        found.append("behind the others: " + ", ".join(map(named, answers.stragglers)))
+    return ChannelFault(
+        f"channel {channel!r}: {_headline(record, named, call_of)}",
+        rank,
+        record,
+        answers,
+        asked=(_expected(record, call_of),),
+        found=found,
+        do=(
+            "look at that rank's own output first; results since then are NaN on this channel",
+            "communicator.rearm() on every rank continues without another capture",
+            "HALMA_CHECKED=1 compares eager calls before they run; HALMA_COLLECTIVE_BOUND is how long a wait may take",
+        ),
+    )
+
+
+def _headline(record: ErrorRecord, named: Callable[[int], str], call_of: Callable[[int], str]) -> str:
+    peer = named(record.peer)
+    if record.fault is Fault.MISMATCH:
+        return f"{peer} makes another call: {call_of(record.seen)}"
+    if record.fault is Fault.OVERRUN:
+        return f"{peer} is a call ahead of its turn"
+    return f"{peer} did not do its part within {record.waited_ns / 1e9:.3f} s"
+
+
+def _expected(record: ErrorRecord, call_of: Callable[[int], str]) -> str:
+    if record.fault is Fault.MISMATCH:
+        return f"{call_of(record.expected)} (digest {record.expected:#010x}, seen {record.seen:#010x})"
+    return f"flag {record.expected}, seen {record.seen}"
+
+
+def _way(algorithm: int) -> str:
+    known = {int(one): one.name.lower() for one in Algorithm}
+    return known.get(algorithm, "its header word alone")
+
+
+def _lines(answers: Answers, call_of: Callable[[int], str]) -> list[str]:
+    lines: list[str] = []
+    for rank, flight in sorted(answers.flights.items()):
+        shown = ", ".join(f"{entry.call} {_kind(entry)} of {entry.nbytes} bytes" for entry in flight[-LINES:])
+        lines.append(f"rank {rank} started last: {shown or 'nothing'}")
+    return lines
+
+
+def _kind(entry: FlightEntry) -> str:
+    known = {int(one): one.name.lower() for one in Kind}
+    return known.get(entry.kind, f"kind {entry.kind}")
