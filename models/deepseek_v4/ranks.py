@@ -9,41 +9,24 @@ it is equal to the bit (M11): an all-reduce gives the same bits on every rank (C
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final, Protocol
 
 import torch
 
+from halma.hal.arena.arena import Arena
+from halma.hal.arena.consensus import RanksAgreement
+from halma.hal.arena.plan import plan_channels
+from halma.hal.collectives.communicator import Communicator
+from halma.hal.collectives.group import Group, NoArena
 from halma.hal.dispatch import Ops
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.agreement import Agreement
 from halma.hal.graph.arenas import SharedArena
+from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.preparation import check_world
-
-
-class Communicator(Protocol):
-    """What a step needs of a communicator: calls that are captured where a capture is open, and run elsewhere."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place; the same bits on every rank."""
-        ...
-
-    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """Every rank's x [...] -> out [N, ...]."""
-        ...
-
-
-class Group(Protocol):
-    """What the host needs of the ranks."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def exchange(self, stage: str, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
-        ...
 
 
 class Ranks(Protocol):
@@ -52,7 +35,7 @@ class Ranks(Protocol):
     Attributes:
         first_token: where this rank's part of the vocabulary begins; None where it holds all of it.
         arenas: where their messages go; sessions settle with all ranks what a capture took of them.
-        agreement: with whom graphs are captured, where there are no arenas that know it.
+        agreement: the ranks that capture together; None: there is one.
     """
 
     rank: int
@@ -71,6 +54,18 @@ class Ranks(Protocol):
 
     def all_logits(self, ops: Ops, logits: torch.Tensor) -> torch.Tensor:
         """This rank's logits [R, V/N] -> [R, V]."""
+        ...
+
+    def step(self, descriptor: Descriptor) -> AbstractContextManager[None]:
+        """Eager calls inside belong to ``descriptor``, in reports."""
+        ...
+
+    def poll(self) -> None:
+        """Look for a fault; waits for nothing.
+
+        Raises:
+            RankError: a rank did not do its part of a call: what was computed since means nothing.
+        """
         ...
 
     def require_same(self, what: str, values: Sequence[object]) -> None:
@@ -103,6 +98,13 @@ class OneRank:
         """``logits``."""
         return logits
 
+    def step(self, descriptor: Descriptor) -> AbstractContextManager[None]:
+        """There are no calls."""
+        return nullcontext()
+
+    def poll(self) -> None:
+        """There are no faults."""
+
     def require_same(self, what: str, values: Sequence[object]) -> None:
         """They are."""
 
@@ -111,34 +113,27 @@ ONE_RANK: Final[Ranks] = OneRank()
 
 
 class ManyRanks:
-    """A model that is divided among the ranks of a group.
+    """A model that is divided among the ranks of a group; :func:`divided` makes it.
 
     Args:
-        group: for what the host says.
-        communicator: for what a step does; one stream at a time.
-        arenas, agreement: see :class:`Ranks`.
-        largest: bytes of the largest message that the communicator moves at once.
+        communicator: on ``arena``; one stream at a time.
+        largest: bytes of the largest message that it gathers at once.
 
     Raises:
         ModelError: the model cannot be divided among so many.
     """
 
     def __init__(
-        self,
-        config: V4Config,
-        group: Group,
-        communicator: Communicator,
-        *,
-        largest: int,
-        arenas: Sequence[SharedArena] = (),
-        agreement: Agreement | None = None,
+        self, config: V4Config, group: Group, communicator: Communicator, arena: Arena | NoArena, *, largest: int
     ) -> None:
         check_world(config, group.size)
         self.rank, self.size = group.rank, group.size
         self.first_token: int | None = group.rank * config.vocab_size // group.size
-        self.arenas, self.agreement = arenas, agreement
+        self.arenas: Sequence[SharedArena] = () if isinstance(arena, NoArena) else (arena,)
+        self.agreement: Agreement | None = RanksAgreement(group.ranks)
+        self.nbytes = 0 if isinstance(arena, NoArena) else arena.plan.nbytes
         self._vocabulary = config.vocab_size
-        self._group = group
+        self._ranks = group.ranks
         self._communicator = communicator
         self._largest = largest
 
@@ -170,10 +165,18 @@ class ManyRanks:
         self._communicator.all_gather(x, out=parts)
         return parts
 
+    def step(self, descriptor: Descriptor) -> AbstractContextManager[None]:
+        """See :meth:`Ranks.step`."""
+        return self._communicator.step(descriptor)
+
+    def poll(self) -> None:
+        """See :meth:`Ranks.poll`."""
+        self._communicator.poll()
+
     def require_same(self, what: str, values: Sequence[object]) -> None:
         """See :meth:`Ranks.require_same`; 8 bytes a value are exchanged."""
         own = [hashlib.sha256(repr(value).encode()).digest()[:8] for value in values]
-        found = self._group.exchange(f"comparing {what}", own)
+        found = self._ranks.exchange(f"comparing {what}", own)
         for rank, other in enumerate(found):
             if other != found[0]:
                 pairs = enumerate(zip(found[0], other, strict=False))
@@ -182,7 +185,41 @@ class ManyRanks:
                     f"ranks differ in {what}",
                     found=(
                         f"rank {rank} differs from rank 0 first at {place}, of {len(found[0])} and {len(other)}",
-                        f"rank {self._group.rank} has {values[place]!r}" if place < len(values) else "",
+                        f"rank {self.rank} has {values[place]!r}" if place < len(values) else "",
                     ),
                     do="run every rank with the same halma, torch, settings and model on machines of one kind",
                 )
+
+
+@contextmanager
+def divided(config: V4Config, group: Group, *, tokens: int, carrier: torch.dtype) -> Generator[ManyRanks]:
+    """The ranks of a group with the memory that their messages need. All ranks come, in and out.
+
+    After an exception nothing is exchanged any more (G26): the memory goes with the process, or with its last peer.
+
+    Args:
+        tokens: most rows of a step.
+        carrier: dtype of activations.
+
+    Raises:
+        ModelError: the model cannot be divided among so many.
+        ArenaError, RankError: there is no such memory, on every rank alike; or a rank did not come.
+    """
+    check_world(config, group.size)
+    wide = 8 if carrier is torch.float64 else 4
+    row = config.vocab_size // group.size * wide
+    largest = max(tokens * config.hidden_size * carrier.itemsize, row)
+    arena = group.arena(plan_channels(largest=largest))
+    communicator = group.communicator(arena)
+    yield ManyRanks(config, group, communicator, arena, largest=_gathered_at_once(arena, largest))
+    communicator.close()
+    arena.close()
+
+
+def _gathered_at_once(arena: Arena | NoArena, largest: int) -> int:
+    """Bytes of a rank's message that a channel gathers; the vendor takes any."""
+    if isinstance(arena, NoArena):
+        return largest
+    layout = arena.layout()
+    lanes = (layout.words, layout.sentinel, layout.staging)
+    return max((lane.largest for lane in lanes if lane is not None), default=largest)

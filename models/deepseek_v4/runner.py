@@ -250,13 +250,14 @@ class V4Runner:
             graph = self.session.find(descriptor)
             if graph is not None:
                 return graph.replay()
-            return eager_step(
-                self._program(descriptor, self.model),
-                self.workspace,
-                self.backend,
-                step=descriptor,
-                inputs=self.inputs.read_by(descriptor),
-            )
+            with self.model.ranks.step(descriptor):
+                return eager_step(
+                    self._program(descriptor, self.model),
+                    self.workspace,
+                    self.backend,
+                    step=descriptor,
+                    inputs=self.inputs.read_by(descriptor),
+                )
 
     def close(self) -> None:
         """Destroy the graphs."""

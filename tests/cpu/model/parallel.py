@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import halma
-from halma.hal.graph.agreement import RankAgreement
 from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.checkpoint import LoadOptions, load_checkpoint, load_source
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.engine import Engine, Request
 from halma.models.deepseek_v4.golden import occupy
 from halma.models.deepseek_v4.presets import tiny_directory
-from halma.models.deepseek_v4.ranks import ONE_RANK, ManyRanks, Ranks
+from halma.models.deepseek_v4.ranks import ONE_RANK, ManyRanks, Ranks, divided
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
 from halma.models.deepseek_v4.synthetic import SyntheticSource, small_config
 from halma.models.deepseek_v4.weights import V4Weights
-from tests.cpu.model.gloo import GlooCommunicator, GlooGroup
 
 EIGHT_GROUPS: Mapping[str, Any] = {"vocab_size": 200, "num_attention_heads": 8, "o_groups": 8, "index_topk": 4}
 
@@ -47,7 +46,6 @@ class Served:
     replayed: int
     eager: int
     weights: int
-    calls: tuple[tuple[str, int], ...] = ()
 
 
 @functools.cache
@@ -62,8 +60,8 @@ def weights_of(
     return loaded.config, loaded.weights
 
 
-def runner_of(job: Job, ranks: Ranks, rank: int) -> V4Runner:
-    load = LoadOptions(job.carrier, arithmetic=job.arithmetic, rank=rank, world=ranks.size, drafter=False)
+def runner_of(job: Job, ranks: Ranks) -> V4Runner:
+    load = LoadOptions(job.carrier, arithmetic=job.arithmetic, rank=ranks.rank, world=ranks.size, drafter=False)
     model = None if job.changes is None else tuple(sorted(job.changes.items()))
     config, weights = weights_of(model, job.seed, load)
     options = {"max_requests": 3, "batches": (1, 3), "max_context": 256, "chunk": 16, **job.options}
@@ -71,8 +69,8 @@ def runner_of(job: Job, ranks: Ranks, rank: int) -> V4Runner:
     return V4Runner(config, weights, halma.backend("cpu"), given, carrier=job.carrier, ranks=ranks)
 
 
-def serve(job: Job, ranks: Ranks = ONE_RANK, rank: int = 0) -> Served:
-    runner = runner_of(job, ranks, rank)
+def serve(job: Job, ranks: Ranks = ONE_RANK) -> Served:
+    runner = runner_of(job, ranks)
     sampled = any(request.temperature > 0 for request, _ in job.arrivals)
     runner.prepare(runner.descriptors(("greedy", "sample") if sampled else ("greedy",)))
     engine = Engine(runner)
@@ -97,12 +95,12 @@ def serve(job: Job, ranks: Ranks = ONE_RANK, rank: int = 0) -> Served:
     )
 
 
-def many(job: Job, group: Any) -> tuple[ManyRanks, GlooCommunicator]:
+@contextmanager
+def many(job: Job, group: Any) -> Iterator[ManyRanks]:
     config = tiny_config() if job.changes is None else small_config(**job.changes)
-    communicator = GlooCommunicator(group)
-    return ManyRanks(
-        config, GlooGroup(group), communicator, agreement=RankAgreement(group), largest=1 << 14
-    ), communicator
+    members = halma.collectives(world=group, backend="cpu")
+    with divided(config, members, tokens=16 * 3, carrier=job.carrier) as ranks:
+        yield ranks
 
 
 def tiny_config() -> V4Config:
@@ -111,16 +109,16 @@ def tiny_config() -> V4Config:
 
 def serve_on_ranks(group: Any, job: Job) -> Served:
     """One rank's part; checks itself that the others have the same tokens."""
-    ranks, communicator = many(job, group)
-    served = serve(job, ranks, GlooGroup(group).rank)
-    ranks.require_same("tokens", served.tokens)
-    return Served(**{**vars(served), "calls": tuple(communicator.calls)})
+    with many(job, group) as ranks:
+        served = serve(job, ranks)
+        ranks.require_same("tokens", served.tokens)
+    return served
 
 
-def logits(job: Job, tokens: torch.Tensor, ranks: Ranks = ONE_RANK, rank: int = 0) -> torch.Tensor:
+def logits(job: Job, tokens: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
     """Logits [R, L, V/N] of every position of ``tokens`` [R, L], fed in chunks: the same input whoever computes."""
     requests, length = tokens.shape
-    runner = runner_of(job, ranks, rank)
+    runner = runner_of(job, ranks)
     shapes = [Descriptor("prefill", requests, 16, c, "all") for c in runner.capacities]
     runner.prepare(shapes)
     occupy(runner, requests)
@@ -138,5 +136,5 @@ def logits(job: Job, tokens: torch.Tensor, ranks: Ranks = ONE_RANK, rank: int = 
 
 
 def logits_on_ranks(group: Any, job: Job, tokens: torch.Tensor) -> torch.Tensor:
-    ranks, _ = many(job, group)
-    return logits(job, tokens, ranks, GlooGroup(group).rank)
+    with many(job, group) as ranks:
+        return logits(job, tokens, ranks)
