@@ -43,6 +43,8 @@ class Ranks(Protocol):
     first_token: int | None
     arenas: Sequence[SharedArena]
     agreement: Agreement | None
+    nbytes: int
+    """Of the arenas, on this rank."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Partial sums -> their sum, in place."""
@@ -85,6 +87,7 @@ class OneRank:
     first_token: int | None = None
     arenas: Sequence[SharedArena] = ()
     agreement: Agreement | None = None
+    nbytes = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """``x``."""

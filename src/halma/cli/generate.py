@@ -139,9 +139,8 @@ def _generated(
     """Load, run, report; on every rank of a team, whose decisions are the same: their requests are, and their tokens."""
     from halma.models.deepseek_v4.engine import Engine
     from halma.models.deepseek_v4.load import load_v4
-    from halma.models.deepseek_v4.ranks import shared
 
-    with shared(team, source.config, backend, options) as ranks:
+    with team.divided(source.config, backend, options) as ranks:
         with progress_bar("loading", disable=silent) as loading:
             loaded = team.together(
                 "loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading)
@@ -156,7 +155,7 @@ def _generated(
         team.together("the tokens", lambda: ranks.require_same("their tokens", tokens))
         result = _result(loaded, engine, generations, run)
         if team.size > 1:
-            result["tp"] = _parallel(team, ranks, loaded)
+            result["tensor_parallel"] = _parallel(team, ranks, loaded)
         loaded.runner.close()
     return result
 
@@ -306,13 +305,21 @@ def _result(loaded: Loaded, engine: Engine, generations: list[Generation], run: 
 
 
 def _parallel(team: Team, ranks: Ranks, loaded: Loaded) -> dict[str, Any]:
-    """How the model is divided, and what a decode step exchanges."""
-    mine = {"weights": loaded.weight_bytes, "state": loaded.runner.model.state.nbytes, "shared": ranks.nbytes}
+    """How the model is divided, and what a decode step exchanges and how."""
+    from halma.hal.decisions import decisions
+
+    runner, config = loaded.runner, loaded.config
+    mine = {"weights": loaded.weight_bytes, "state": runner.model.state.nbytes, "arena": ranks.nbytes}
+    nbytes = runner.options.max_requests * config.hidden_size * runner.model.carrier.itemsize
+    made = [decision for decision, _ in decisions.all("collective")]
+    reduced = f"all_reduce of {nbytes} bytes"
     return {
         "size": team.size,
-        "memory_bytes": team.ranks.exchange("the report", mine),
-        "all_reduces_per_step": 2 * loaded.config.num_hidden_layers + 1,
-        "calls": ranks.calls,
+        "rank_memory_bytes": team.ranks.exchange("the report", mine),
+        "all_reduces_per_step": 2 * config.num_hidden_layers + 1,
+        "all_reduce_bytes": nbytes,
+        "all_reduce_algorithm": next((one.chosen for one in made if one.subject.startswith(reduced)), "none was made"),
+        "collectives": [{"call": one.subject, "algorithm": one.chosen, "why": one.reason} for one in made],
     }
 
 
@@ -334,4 +341,12 @@ def _print_summary(result: dict[str, Any]) -> None:
         ),
         ("memory", ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in memory.items())),
     ]
+    parallel = result.get("tensor_parallel")
+    if parallel is not None:
+        each = [f"{one['weights'] / 2**20:.1f} + {one['state'] / 2**20:.1f}" for one in parallel["rank_memory_bytes"]]
+        way = f"{parallel['all_reduces_per_step']} of {parallel['all_reduce_bytes']} bytes a step"
+        rows += [
+            ("ranks", f"{parallel['size']}: weights and state {', '.join(each)} MiB"),
+            ("all-reduces", f"{way}, by {parallel['all_reduce_algorithm']}"),
+        ]
     print_table(("", ""), rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +23,15 @@ from halma.hal.errors import HalmaError, RankError, RequestError
 from halma.hal.settings import settings
 
 if TYPE_CHECKING:
-    from halma.hal.collectives.contract import Ranks
+    from halma.hal.backend import Backend
+    from halma.hal.collectives.contract import Ranks as HostRanks
+    from halma.models.deepseek_v4.config import V4Config
+    from halma.models.deepseek_v4.ranks import Ranks
+    from halma.models.deepseek_v4.runner import RunnerOptions
 
 REFUSED = 2
+LAST_WORDS = 5.0
+"""Seconds that rank 0 keeps the store for the others after a failure."""
 
 T = TypeVar("T")
 
@@ -92,7 +99,7 @@ class Place:
 class Team:
     """The ranks of one command. ``rank`` 0 speaks; the others are silent."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: HostRanks) -> None:
         self.ranks = ranks
         self.rank = ranks.rank
         self.size = ranks.size
@@ -111,6 +118,8 @@ class Team:
         value: Any = None
         try:
             value = work()
+        except RankError:
+            raise  # a rank that did not come will not come to hear of it either
         except Exception as error:
             failure = error
         failed = [rank for rank, bad in enumerate(self.ranks.exchange(stage, failure is not None)) if bad]
@@ -123,6 +132,23 @@ class Team:
         if failure is not None and not isinstance(failure, HalmaError):
             raise failure
         raise typer.Exit(REFUSED)
+
+    @contextlib.contextmanager
+    def divided(self, config: V4Config, backend: Backend, options: RunnerOptions) -> Iterator[Ranks]:
+        """The ranks as a model's steps see them, with the memory that their messages need."""
+        from halma.models.deepseek_v4.ranks import ONE_RANK, divided
+
+        if self.size == 1:
+            yield ONE_RANK
+            return
+        import halma
+        from halma.models.deepseek_v4.load import default_carrier
+
+        group = self.together("the group", lambda: halma.collectives(world=_world(backend), backend=backend))
+        tokens = max(options.max_requests, options.chunk)
+        with contextlib.ExitStack() as held:
+            manager = divided(config, group, tokens=tokens, carrier=default_carrier(backend))
+            yield self.together("the shared memory", lambda: held.enter_context(manager))
 
     def from_first(self, stage: str, work: Callable[[], T]) -> T:
         """``work`` of rank 0, on every rank: what a user gives is read once (standard input can be read but once)."""
@@ -156,34 +182,70 @@ def assembled(tp: int) -> Iterator[Team]:
     )
     try:
         yield Team(DistributedRanks(distributed.group.WORLD, seconds))
-    except (Exception, KeyboardInterrupt):
-        _part(place, store, 2.0)
+    except BaseException:
+        # The launcher terminates the others once the first of us has ended; they end by themselves, each with its code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _part(place, store, LAST_WORDS)
         raise
     _part(place, store, seconds)
     distributed.destroy_process_group()
 
 
-def _meeting(place: Place, seconds: float) -> Any:
-    """The store that all ranks reach."""
-    from torch.distributed import DistError, TCPStore
+def _world(backend: Backend) -> Any:
+    """All ranks, with the vendor's collectives for what no channel does."""
+    import torch.distributed as distributed
 
+    kind = backend.device.torch_device.type
+    if kind == "cpu":
+        return distributed.group.WORLD
+    return distributed.new_group(backend=f"cpu:gloo,{kind}:{backend.collectives.torch_backend}")
+
+
+def _meeting(place: Place, seconds: float) -> Any:
+    """The store that all ranks reach; rank 0 serves it, unless the launcher does.
+
+    Raises:
+        RankError: it is not there in time, or its port is taken.
+    """
+    from torch.distributed import TCPStore
+
+    serves = place.rank == 0 and not place.served
+    if not serves:
+        _reach(place, seconds)  # torch would say the same with fifty lines of C++ frames
     try:
         return TCPStore(
             place.host,
             place.port,
             place.size,
-            is_master=place.rank == 0 and not place.served,
+            is_master=serves,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (DistError, RuntimeError) as error:
+    except RuntimeError as error:
         raise RankError(
-            f"rank {place.rank} does not reach the others",
-            asked=f"rank 0's store at {place.host}:{place.port} (MASTER_ADDR, MASTER_PORT), within {seconds:g} s",
+            f"rank {place.rank} cannot {'serve' if serves else 'use'} the ranks' store",
+            asked=f"{place.host}:{place.port} (MASTER_ADDR, MASTER_PORT)",
             found=str(error).splitlines()[0],
-            do="start rank 0 too, and give all ranks its address",
+            do="another MASTER_PORT on all ranks; torchrun finds a free one",
         ) from error
+
+
+def _reach(place: Place, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((place.host, place.port), timeout=seconds).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end or isinstance(error, socket.gaierror):
+                raise RankError(
+                    f"rank {place.rank} does not reach rank 0",
+                    asked=f"rank 0's store at {place.host}:{place.port} (MASTER_ADDR, MASTER_PORT)",
+                    found=f"{error.strerror or error}, for {seconds:g} s",
+                    do="start rank 0 too, and give all ranks its address",
+                ) from error
+        time.sleep(0.05)
 
 
 def _roll_call(place: Place, store: Any, seconds: float) -> None:
