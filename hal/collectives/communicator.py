@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from halma.hal.backend import Backend, Stream
-from halma.hal.capabilities import Unknown
 from halma.hal.collectives import vendor
-from halma.hal.collectives.choice import THREADS, Table, choose, name_of, verdicts
+from halma.hal.collectives.choice import Table, name_of
 from halma.hal.collectives.contract import (
     FLIGHT_BYTES,
     Call,
@@ -29,13 +27,13 @@ from halma.hal.collectives.contract import (
     Operands,
     Refusal,
 )
-from halma.hal.collectives.operands import call_of, check_apart, check_like, check_tensor, name_of as dtype_name
-from halma.hal.collectives.order import GivesEdges, prove_path
-from halma.hal.collectives.ranks import DistributedRanks, SoloRanks
+from halma.hal.collectives.deciding import Deciding
+from halma.hal.collectives.operands import call_of, check_apart, check_like, check_tensor
+from halma.hal.collectives.operands import name_of as dtype_name
+from halma.hal.collectives.ranks import AnsweringRanks
 from halma.hal.collectives.report import Answers, ChannelFault, channel_fault
-from halma.hal.decisions import Candidate, Decision, decisions
+from halma.hal.collectives.streams import OneStream
 from halma.hal.errors import CollectiveError
-from halma.hal.graph.breakable import BreakableGraph
 from halma.hal.graph.current import current_recorder, current_scope, note_failure
 from halma.hal.settings import settings
 
@@ -44,12 +42,10 @@ if TYPE_CHECKING:
 
     from halma.hal.arena.arena import Arena
 
-VENDOR: Final = "vendor"
 FLIGHT_ENTRIES: Final = 256
 ANSWER_SECONDS: Final = 5.0
 """How long a report waits for the others' flight recorders; they faulted at about the same time, or never will."""
 
-log = logging.getLogger("halma.collectives")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ids = itertools.count(1)
@@ -92,7 +88,7 @@ class Communicator:
     def __init__(
         self,
         backend: Backend,
-        ranks: DistributedRanks | SoloRanks,
+        ranks: AnsweringRanks,
         arena: Arena | None,
         channel: str = "main",
         *,
@@ -107,37 +103,26 @@ class Communicator:
         self.rank, self.size = ranks.rank, ranks.size
         self.descriptor = ""
         self._backend, self._ranks, self._arena, self._group = backend, ranks, arena, group
-        self._why_vendor = why_vendor
-        self._table = table
-        self._checked, self._strict = now.checked, now.strict
-        self._choices: dict[tuple[Any, ...], Choice | Refusal] = {}
+        self._checked = now.checked
         self._known: dict[int, str] = {}
         self._filed: list[str] = []
         self._eager_calls = 0
-        self._stream: Stream | None = None
-        self._graph: weakref.ref[BreakableGraph] | None = None
-        self._captured_on: Stream | None = None
+        self._stream = OneStream(channel, backend.device)
         self._fault: ChannelFault | None = None
+        self._arms = 0
         self._bound = now.collective_bound
         self._nothing = backend.memory.empty((0,), _uint8())
         self._driver: ChannelDriver | None = None
+        self._deciding = Deciding(
+            channel, self.size, None if arena is None else arena.layout(channel), backend.capabilities,
+            channels=0 if arena is None else len(arena.plan.channels),
+            table=table, strict=now.strict, why_vendor=why_vendor,
+        )  # fmt: skip
         if arena is not None:
-            self._driver = self._open(arena, first_epoch)
+            self._driver = self._open(arena, first_epoch, table)
         live[self.id] = self
 
-    def _open(self, arena: Arena, first_epoch: int) -> ChannelDriver:
-        layout = arena.layout(self.channel)
-        self._layout = layout
-        there = self._backend.capabilities.resident_threads
-        self._threads = None if isinstance(there, Unknown) else there
-        self._channels = len(arena.plan.channels)
-        if self._threads is not None and self._channels * THREADS > self._threads:
-            raise CollectiveError(
-                "the grids of all channels do not fit the device together",
-                asked=f"{self._channels} channels of at least {THREADS} threads, which may spin at the same time",
-                found=f"the device holds {self._threads} threads at once",
-                do="plan fewer channels",
-            )
+    def _open(self, arena: Arena, first_epoch: int, table: Table) -> ChannelDriver:
         self._recorder = self._backend.memory.pinned((FLIGHT_ENTRIES * FLIGHT_BYTES,), _uint8())
         self._recorder.zero_()
         capability = self._backend.capabilities.dependent_launch
@@ -145,7 +130,7 @@ class Communicator:
             ChannelSite(
                 rank=self.rank,
                 size=self.size,
-                layout=layout,
+                layout=arena.layout(self.channel),
                 own=arena.own,
                 peers=arena.peers,
                 bound_ns=int(self._bound * 1e9),
@@ -155,7 +140,7 @@ class Communicator:
             )
         )
         # Every kernel is loaded on every rank before the first call can spin (C18).
-        terms = (self.channel, first_epoch, tuple(self._table), self._checked)
+        terms = (self.channel, first_epoch, tuple(table), self._checked)
         self._refuse_difference("the channel", self._ranks.exchange(f"channel {self.channel} is loaded", terms))
         return driver
 
@@ -255,7 +240,7 @@ class Communicator:
     def _make(self, call: Call, operands: Operands) -> None:
         if self.id not in live:
             raise CollectiveError("the communicator is closed", asked=call.describe(), do="make a new one")
-        choice = self._choice(call)
+        choice = self._deciding.choice(call)
         capturing = self._backend.graphs.is_capturing()
         eager = not capturing and current_recorder() is None  # a dry run is neither: its work is thrown away
         if eager and self._driver is not None:
@@ -266,9 +251,9 @@ class Communicator:
         assert self._driver is not None and self._arena is not None
         stream = self._backend.device.current_stream()
         if capturing:
-            self._refuse_stream_of_capture(stream)
+            self._stream.captured_call(stream)
         elif eager:
-            self._refuse_stream(stream)
+            self._stream.eager(stream)
         if eager and self._checked:
             self._agree(call, choice)
         self._known[call.digest] = call.describe()
@@ -277,97 +262,21 @@ class Communicator:
             self._filed.append(f"{call.describe()} by {name_of((choice.algorithm, choice.wire))}")
         self._driver.launch(call, choice, operands, box, stream)
 
-    # -- the choice ---------------------------------------------------------------------------------
+    def choice(self, call: Call) -> Choice | Refusal:
+        """How a call is, or would be, done; a pure function of agreed values (C5)."""
+        return self._deciding.choice(call)
 
-    def _choice(self, call: Call) -> Choice | Refusal:
-        key = (call.kind, call.nbytes, call.dtype, call.root, call.detail)
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._choices[key] = self._decide(call)
-        return choice
-
-    def _decide(self, call: Call) -> Choice | Refusal:
-        candidates: list[Candidate] = []
-        if self._driver is None:
-            choice: Choice | Refusal = Refusal(self._why_vendor)
-        else:
-            atomicity = self._backend.capabilities.remote_store_atomicity
-            choice = choose(
-                call, self._layout, self.size, atomicity,
-                table=self._table, threads_there=self._threads, channels=self._channels,
-            )  # fmt: skip
-            chosen = name_of((choice.algorithm, choice.wire)) if isinstance(choice, Choice) else ""
-            for name, reason in verdicts(call, self._layout, self.size, atomicity):
-                why = choice.why if name == chosen and isinstance(choice, Choice) else reason or "applies"
-                candidates.append(Candidate(name, name == chosen, why))
-        refused = isinstance(choice, Refusal)
-        candidates.append(Candidate(VENDOR, refused, choice.why if refused else "a channel does it"))
-        name = next(candidate.name for candidate in candidates if candidate.chosen)
-        asked = f"{self.size} ranks, channel {self.channel}"
-        decisions.record(Decision("collective", call.describe(), name, tuple(candidates), asked))
-        if refused and self.size > 1:
-            self._refuse_strictly(call, choice.why)
-            log.warning("%s takes the vendor's collective: %s", call.describe(), choice.why)
-        return choice
-
-    def _refuse_strictly(self, call: Call, why: str) -> None:
-        if self._strict:
-            raise CollectiveError(
-                f"{call.describe()} would take the vendor's collective, and HALMA_STRICT forbids it",
-                found=why,
-                do="plan an arena that holds it, or unset HALMA_STRICT",
-            )
+    def epoch(self) -> int:
+        """The channel's epoch, once the device is idle; 0 where there is no channel."""
+        self._backend.device.synchronize()
+        return 0 if self._driver is None else self._driver.epoch()
 
     # -- one stream ---------------------------------------------------------------------------------
 
     @_noted
     def hand_over(self, stream: Stream) -> None:
         """Declare that the channel's next calls are made on ``stream``: it waits for the calls made so far."""
-        capturing = self._backend.graphs.is_capturing()
-        before = self._captured_on if capturing else self._stream
-        if before is not None and before != stream:
-            event = self._backend.device.new_event(f"channel {self.channel}")
-            before.record(event)
-            stream.wait(event)
-        if capturing:
-            self._captured_on = stream
-        else:
-            self._stream = stream
-
-    def before_replay(self, stream: Stream) -> None:
-        """A graph that holds calls of this channel is about to be replayed; see :class:`GraphUser`."""
-        self._refuse_stream(stream)
-
-    def captured(self, graph: BreakableGraph) -> None:
-        """A capture with calls of this channel ends: they must lie on one path (C4)."""
-        graphs = self._backend.graphs
-        if isinstance(graphs, GivesEdges):
-            for segment in graph.segments:
-                prove_path(graphs.nodes(segment.template), graphs.edges(segment.template), self.channel)
-
-    def _refuse_stream(self, stream: Stream) -> None:
-        if self._stream is None:
-            self._stream = stream
-        elif stream != self._stream:
-            raise self._two_streams(self._stream, stream)
-
-    def _refuse_stream_of_capture(self, stream: Stream) -> None:
-        scope = current_scope()
-        if scope is None:
-            return
-        if self._graph is None or self._graph() is not scope.graph:
-            self._graph, self._captured_on = weakref.ref(scope.graph), stream
-            scope.graph.users[self.id] = self
-        elif self._captured_on is not None and stream != self._captured_on:
-            raise self._two_streams(self._captured_on, stream)
-
-    def _two_streams(self, one: Stream, two: Stream) -> CollectiveError:
-        return CollectiveError(
-            f"channel {self.channel!r} is used on two streams",
-            asked=f"a call on stream {two.name!r}",
-            found=f"its calls so far are on {one.name!r}, and nothing orders the two",
-            do="communicator.hand_over(stream) before the call, or a channel of its own for each stream",
-        )
+        self._stream.hand_over(stream, self._backend.graphs.is_capturing())
 
     # -- ranks that disagree ------------------------------------------------------------------------
 
@@ -427,7 +336,7 @@ class Communicator:
             record = self._driver.error()
             if record is not None:
                 seconds = min(ANSWER_SECONDS, 2 * self._bound + 1)
-                stage = f"fault of channel {self.channel} in call {record.call}"
+                stage = f"fault {self._arms} of channel {self.channel}"  # ranks may have faulted in different calls
                 answers = Answers(self.size, self._ranks.answers(stage, self.flight(), seconds))
                 self._fault = channel_fault(
                     self.channel, self.rank, self._ranks.names, record, answers, self._known
@@ -455,10 +364,16 @@ class Communicator:
             return
         self._backend.device.synchronize()
         epoch = max(self._ranks.exchange(f"rearm of channel {self.channel}", self._driver.epoch()))
+        self.rearm_from(epoch)
+
+    def rearm_from(self, epoch: int) -> None:
+        """As :meth:`rearm`, from an epoch that the caller says is every rank's; for tests of the wrap."""
+        assert self._driver is not None
         self._driver.rearm(epoch)
         self._backend.device.synchronize()
-        self._ranks.exchange(f"channel {self.channel} is armed", epoch)
+        self._ranks.exchange(f"channel {self.channel} is armed", None)
         self._fault = None
+        self._arms += 1
 
     def close(self) -> None:
         """Let go of the channel; the arena frees its memory. Calls and the custom op with its id raise from now on."""
@@ -469,7 +384,7 @@ class Communicator:
 
 
 def _shown(value: Any) -> str:
-    return ", by ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ", by ".join(map(str, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else str(value)
 
 
 def _uint8() -> Any:

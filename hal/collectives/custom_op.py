@@ -36,7 +36,7 @@ def _all_reduce(x: torch.Tensor, communicator: int) -> torch.Tensor:
     return find(communicator).all_reduce(x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
-@_all_reduce.register_fake
+@_all_reduce.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(x: torch.Tensor, communicator: int) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -46,7 +46,7 @@ def _all_reduce_out(x: torch.Tensor, communicator: int, out: torch.Tensor) -> No
     find(communicator).all_reduce(x, out)
 
 
-@_all_reduce_out.register_fake
+@_all_reduce_out.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(x: torch.Tensor, communicator: int, out: torch.Tensor) -> None:
     return None
 

@@ -54,7 +54,10 @@ def check_like(kind: Kind, name: str, value: torch.Tensor, shape: tuple[int, ...
         )
 
 
-def check_apart(kind: Kind, one: tuple[str, torch.Tensor], two: tuple[str, torch.Tensor], *, same: bool = False) -> None:
+Named = tuple[str, torch.Tensor]
+
+
+def check_apart(kind: Kind, one: Named, two: Named, *, same: bool = False) -> None:
     """Refuse tensors that share memory; ``same``: but for two that are the very same memory.
 
     Raises:
@@ -75,6 +78,6 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     """(storage, first byte, byte behind the last) of a contiguous tensor, without asking for its address."""
     if not tensor.numel():
         return None
-    start = tensor.storage_offset() * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
     storage: Any = tensor.untyped_storage()
     return storage._cdata, start, start + tensor.numel() * tensor.element_size()

@@ -8,6 +8,7 @@ a communicator admits one stream in a capture, and the calls of one stream are a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final, Protocol, runtime_checkable
 
 from halma.hal.backend import GraphNode
@@ -40,7 +41,7 @@ def prove_path(nodes: Sequence[GraphNode], edges: Iterable[tuple[int, int]], cha
     after: dict[int, list[int]] = {}
     for earlier, later in edges:
         after.setdefault(earlier, []).append(later)
-    for first, second in zip(calls, calls[1:], strict=False):
+    for first, second in pairwise(calls):
         if not _reaches(after, first, second):
             raise CollectiveError(
                 f"two calls of channel {channel!r} may run in any order",

@@ -12,13 +12,22 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from halma.hal.collectives.contract import Ranks
 from halma.hal.errors import CollectiveError, RankError
 
 SHORTEST_NAP: Final = 0.0002
 LONGEST_NAP: Final = 0.01
 """Seconds between two looks at the store; a look costs it about 0.1 ms."""
+
+
+class AnsweringRanks(Ranks, Protocol):
+    """Ranks that can also be asked where some may not answer."""
+
+    def answers(self, stage: str, value: Any, seconds: float) -> Mapping[int, Any]:
+        """Values of the ranks that say something at ``stage`` within ``seconds``, this one's included."""
+        ...
 
 
 class SoloRanks:
@@ -73,7 +82,7 @@ class DistributedRanks:
         self.rank = int(distributed.get_rank(group))
         self.size = int(distributed.get_world_size(group))
         # The one accessor there is; torch's own symmetric memory uses it too.
-        self._store: Any = internal._get_process_group_store(group)  # pyright: ignore[reportPrivateUsage]
+        self._store: Any = internal._get_process_group_store(group)
         name = str(getattr(group, "group_name", "group"))
         self._prefix = f"halma/{self._made[name]}"
         self._made[name] += 1

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from halma.hal.backend import Backend
+    from halma.hal.collectives.group import Group
     from halma.hal.graph.breakable import CaptureMode as CaptureMode
     from halma.hal.graph.breaks import break_point as break_point
     from halma.hal.graph.breaks import eager_break as eager_break
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "backend",
     "break_point",
+    "collectives",
     "eager_break",
     "fit",
     "fork",
@@ -147,6 +149,24 @@ def persistent_input(
     from halma.hal.graph.inputs import persistent_input as make
 
     return make(_chosen(backend), name, shape, dtype, pad=pad, null=null, per=per)
+
+
+def collectives(*, world: Any, backend: Backend | str | None = None) -> Group:
+    """The ranks of a torch.distributed group, as those that share an arena and make collectives together.
+
+    Args:
+        world: a process group, such as ``torch.distributed.group.WORLD``: never the world by default. None: this
+            process alone.
+        backend: one from :func:`backend`, or its name; by default the one that :func:`backend` chooses.
+
+    Raises:
+        BackendError: as :func:`backend`.
+        CollectiveError: this process is no member of the group, or ranks came with different backends or settings.
+        RankError: a rank did not come.
+    """
+    from halma.hal.collectives.group import Group
+
+    return Group(world, _chosen(backend))
 
 
 def _chosen(named: Backend | str | None) -> Backend:

@@ -17,6 +17,7 @@ from halma.hal.graph.breakable import counters
 from halma.hal.graph.current import current_recorder, current_scope, open_captures, open_scopes
 from halma.hal.testing.conformance.capturing import Make
 from halma.hal.testing.conformance.toys import Toy, needs_capture
+from halma.hal.testing.ranks import RankPools
 from halma.hal.workspace import Workspace
 
 
@@ -75,3 +76,23 @@ def listing(capturing: Backend) -> Backend:
 def make(halma_backend: Backend) -> Make:
     """``make(checked=...)``: an empty workspace on the backend's device."""
     return partial(Workspace, halma_backend.device.torch_device)
+
+
+@pytest.fixture(scope="session")
+def all_ranks(halma_backend: Backend) -> Iterator[RankPools]:
+    """Pools of rank processes by world size, for a backend whose ranks can share memory."""
+    reason = halma_backend.collectives.unsupported() or halma_backend.memory.not_exportable()
+    if reason is None and not halma_backend.capabilities.ipc:
+        reason = f"capability ipc is {halma_backend.capabilities.ipc}"
+    if reason is not None:
+        pytest.skip(reason)
+    pools = RankPools(halma_backend.name)
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def ranks(all_ranks: RankPools, halma_backend: Backend) -> RankPools:
+    """As ``all_ranks``, where calls are captured too."""
+    needs_capture(halma_backend)
+    return all_ranks
