@@ -55,8 +55,6 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
     """Generate text: from --prompt, --file, or standard input."""
-    import halma
-
     if batch < 1:
         raise RequestError("a batch needs at least one request", asked=f"--batch {batch}", do="--batch 1 or more")
     if max_tokens < 1:
@@ -66,7 +64,7 @@ def generate(
         at_least_one("--context", context)
     with assembled(tp) as team:
         # Alone this comes before torch is imported: a wrong name is answered at once.
-        chosen = team.together("the backend", lambda: halma.backend(backend))
+        chosen = team.together("the backend", lambda: team.backend(backend))
         from halma.models.deepseek_v4.load import resolve_model
 
         source = team.together("the model", lambda: _divisible(resolve_model(model), tp))

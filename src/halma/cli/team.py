@@ -20,6 +20,7 @@ import typer
 
 from halma.cli.output import print_refusal
 from halma.hal.errors import HalmaError, RankError, RequestError
+from halma.hal.registry import default_registry
 from halma.hal.settings import settings
 
 if TYPE_CHECKING:
@@ -97,10 +98,15 @@ class Place:
 
 
 class Team:
-    """The ranks of one command. ``rank`` 0 speaks; the others are silent."""
+    """The ranks of one command. ``rank`` 0 speaks; the others are silent.
 
-    def __init__(self, ranks: HostRanks) -> None:
+    Args:
+        local: number of this rank on its machine, and of its device.
+    """
+
+    def __init__(self, ranks: HostRanks, local: int = 0) -> None:
         self.ranks = ranks
+        self.local = local
         self.rank = ranks.rank
         self.size = ranks.size
         self.speaks = ranks.rank == 0
@@ -132,6 +138,32 @@ class Team:
         if failure is not None and not isinstance(failure, HalmaError):
             raise failure
         raise typer.Exit(REFUSED)
+
+    def backend(self, name: str | None) -> Backend:
+        """The backend, on this rank's own device where devices are several.
+
+        Raises:
+            BackendError: as :func:`halma.backend`.
+            RequestError: this machine has fewer devices than ranks. Ranks that wait for each other on one device
+                may keep each other from running.
+        """
+        import halma
+
+        if self.size > 1:
+            status, _ = default_registry().choose(name)
+            if status.spec is not None and status.spec.accelerator:
+                import torch
+
+                there = torch.accelerator.device_count()
+                if self.local >= there:
+                    raise RequestError(
+                        "there are fewer devices than ranks",
+                        asked=f"a device for local rank {self.local}, of {self.size} ranks",
+                        found=f"{there} devices are visible",
+                        do=f"at most {there} ranks on this machine",
+                    )
+                torch.accelerator.set_device_index(self.local)
+        return halma.backend(name)
 
     @contextlib.contextmanager
     def divided(self, config: V4Config, backend: Backend, options: RunnerOptions) -> Iterator[Ranks]:
@@ -181,7 +213,7 @@ def assembled(tp: int) -> Iterator[Team]:
         "gloo", store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=seconds)
     )
     try:
-        yield Team(DistributedRanks(distributed.group.WORLD, seconds))
+        yield Team(DistributedRanks(distributed.group.WORLD, seconds), place.local)
     except BaseException:
         # The launcher terminates the others once the first of us has ended; they end by themselves, each with its code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as distributed
 
 import halma
+from halma.hal.collectives.contract import Kind
+from halma.hal.errors import CaptureError, CollectiveError
 from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.checkpoint import LoadOptions, load_checkpoint, load_source
 from halma.models.deepseek_v4.config import V4Config
@@ -96,9 +99,10 @@ def serve(job: Job, ranks: Ranks = ONE_RANK) -> Served:
 
 
 @contextmanager
-def many(job: Job, group: Any) -> Iterator[ManyRanks]:
+def many(job: Job) -> Iterator[ManyRanks]:
+    """All ranks of this process's pool."""
     config = tiny_config() if job.changes is None else small_config(**job.changes)
-    members = halma.collectives(world=group, backend="cpu")
+    members = halma.collectives(world=distributed.group.WORLD, backend="cpu")
     with divided(config, members, tokens=16 * 3, carrier=job.carrier) as ranks:
         yield ranks
 
@@ -107,9 +111,9 @@ def tiny_config() -> V4Config:
     return V4Config.from_file(tiny_directory())
 
 
-def serve_on_ranks(group: Any, job: Job) -> Served:
+def serve_on_ranks(job: Job) -> Served:
     """One rank's part; checks itself that the others have the same tokens."""
-    with many(job, group) as ranks:
+    with many(job) as ranks:
         served = serve(job, ranks)
         ranks.require_same("tokens", served.tokens)
     return served
@@ -135,6 +139,55 @@ def logits(job: Job, tokens: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Ten
     return torch.cat(found, 1)
 
 
-def logits_on_ranks(group: Any, job: Job, tokens: torch.Tensor) -> torch.Tensor:
-    with many(job, group) as ranks:
+def logits_on_ranks(job: Job, tokens: torch.Tensor) -> torch.Tensor:
+    with many(job) as ranks:
         return logits(job, tokens, ranks)
+
+
+def count_calls(job: Job, variant: str) -> list[tuple[str, int]]:
+    """What one eager decode step of three requests sends, by the channel's flight recorder."""
+    with many(job) as ranks:
+        runner = runner_of(job, ranks)
+        runner.prepare([Descriptor("decode", 3, 1, c, variant) for c in runner.capacities])
+        occupy(runner, 3)
+        runner.inputs.fill([1, 2, 3], [1, 1, 1], temperature=[0.7] * 3)
+        channel = ranks._communicator
+        assert not channel.flight()  # a plan runs nothing
+        runner.step(Descriptor("decode", 3, 1, runner.capacities[0], variant))
+        made = [(Kind(entry.kind).name.lower(), entry.nbytes) for entry in channel.flight()]
+        runner.close()
+    return made
+
+
+def differ(really: bool) -> str:
+    """The refusal of tokens of which this rank has others than the first, or nothing."""
+    with many(Job((), EIGHT_GROUPS)) as ranks:
+        try:
+            ranks.require_same("their tokens", [[1], [4, 5 + ranks.rank * really], []])
+        except CollectiveError as error:
+            return str(error)
+        return ""
+
+
+def fail_on_one_rank(job: Job) -> str:
+    """What each rank is told when the program of the last one fails while it is captured."""
+    with many(job) as ranks:
+        runner = runner_of(job, ranks)
+        expand = runner.model.ops.expand_streams
+        calls = 0
+
+        def failing(*args: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if ranks.rank == ranks.size - 1 and calls == 3:
+                raise ValueError("no memory for layer 2")
+            return expand(*args)
+
+        runner.model.ops.__dict__["expand_streams"] = failing
+        try:
+            runner.prepare(runner.descriptors(("greedy",)))
+        except (CaptureError, ValueError) as error:
+            return str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+        finally:
+            runner.close()
+        return "nothing"
