@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch.distributed as distributed
 
 import halma
 from halma.hal.collectives.contract import Kind
-from halma.hal.errors import CaptureError, CollectiveError
+from halma.hal.errors import CaptureError, CollectiveError, RankError
 from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.checkpoint import LoadOptions, load_checkpoint, load_source
 from halma.models.deepseek_v4.config import V4Config
@@ -191,3 +192,22 @@ def fail_on_one_rank(job: Job) -> str:
         finally:
             runner.close()
         return "nothing"
+
+
+def decode_until_one_dies(job: Job) -> tuple[str, str, list[int]]:
+    """The last rank ends without a word before its sixth decode step; what the others are told, and their tokens."""
+    manager = many(job)
+    ranks = manager.__enter__()  # never left: nothing is exchanged any more
+    ranks._communicator.set_bound(1.0)
+    runner = runner_of(job, ranks)
+    runner.prepare(runner.descriptors(("greedy",)))
+    engine = Engine(runner)
+    generation = engine.submit(job.arrivals[0][0])
+    try:
+        while engine.busy:
+            if ranks.rank == ranks.size - 1 and engine.counters.decode_steps == 5:
+                os._exit(9)
+            engine.step()
+    except RankError as error:
+        return type(error).__name__, str(error), generation.tokens
+    return "", "", generation.tokens

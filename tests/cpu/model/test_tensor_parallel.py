@@ -16,13 +16,14 @@ import functools
 import pytest
 import torch
 
-from halma.hal.testing.ranks import RankPools
+from halma.hal.testing.ranks import Lost, RankPools
 from halma.models.deepseek_v4.engine import Request
 from tests.cpu.model.parallel import (
     EIGHT_GROUPS,
     Job,
     Served,
     count_calls,
+    decode_until_one_dies,
     differ,
     fail_on_one_rank,
     logits,
@@ -178,3 +179,15 @@ def test_a_capture_that_fails_on_one_rank_fails_on_all(all_ranks: RankPools):
     first, second = all_ranks[2].run(fail_on_one_rank, Job((), EIGHT_GROUPS), seconds=SECONDS)
     assert "rank 1 failed at" in first and "ValueError: no memory for layer 2" in first
     assert second == "ValueError: no memory for layer 2"
+
+
+@pytest.mark.invariant("C7")
+@pytest.mark.timeout(300)
+def test_a_rank_that_dies_ends_the_others_steps_with_its_name(all_ranks: RankPools):
+    """Replays go on over a dead peer, with NaN: the engine looks before it believes a token."""
+    arrivals = ((Request((5, 9, 2), max_tokens=40), 0),)
+    job = Job(arrivals, EIGHT_GROUPS, options={"max_requests": 1, "batches": (1,)})
+    expected = serve(job).tokens[0]
+    (kind, message, tokens), lost = all_ranks[2].run(decode_until_one_dies, job, lost=[1], seconds=SECONDS)
+    assert kind == "ChannelFault" and "rank 1" in message and isinstance(lost, Lost)
+    assert len(tokens) > 3 and tokens == expected[: len(tokens)] and len(tokens) < 12
