@@ -1,7 +1,8 @@
 """One step of DeepSeek-V4, written once: decode, prefill chunks and verification differ by shapes alone.
 
 Notation: M rows in the step (requests x tokens per request), D hidden size, n residual streams, H heads of
-width d, V tokens, N ranks, each with a part of the weights (:mod:`halma.models.deepseek_v4.ranks`). Sections in brackets refer to the model's published reference code (``inference/model.py``).
+width d, V tokens, N ranks, each with its part of the weights (:mod:`halma.models.deepseek_v4.ranks`). Sections in
+brackets refer to the model's published reference code (``inference/model.py``).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def generate(
         need = context or max(map(len, prompts)) + max_tokens
         options = team.together(
             "the options",
-            lambda: _options(chosen, source, batch, len(prompts), need, chunk, graph, arithmetic),
+            lambda: _options(chosen, source, min(batch, len(prompts)), need, chunk, graph, arithmetic),
         )
         requests = source.requests(
             prompts, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
@@ -101,8 +101,7 @@ def _divisible(source: ModelSource, tp: int) -> ModelSource:
 def _options(
     backend: Backend,
     source: ModelSource,
-    batch: int,
-    prompts: int,
+    at_once: int,
     need: int,
     chunk: int,
     graph: bool | None,
@@ -112,7 +111,7 @@ def _options(
     from halma.models.deepseek_v4.runner import RunnerOptions
 
     options = RunnerOptions(
-        max_requests=min(batch, prompts),
+        max_requests=at_once,
         chunk=chunk,
         graph=settings().graph if graph is None else graph,
         eager_roles=settings().graph_switch.roles_off,
@@ -134,7 +133,7 @@ def _generated(
     *,
     silent: bool,
 ) -> dict[str, Any]:
-    """Load, run, report; on every rank of a team, whose decisions are the same: their requests are, and their tokens."""
+    """Load, run, report: on every rank. Their requests are the same, so all that they decide is."""
     from halma.models.deepseek_v4.engine import Engine
     from halma.models.deepseek_v4.load import load_v4
 
