@@ -40,6 +40,15 @@ def later(flag: int, epoch: int) -> bool:
     return flag != 0 and 0 < (flag - epoch) & 0xFFFFFFFF < 0x80000000
 
 
+def flag_word(epoch: int) -> int:
+    """Which word of a flag box a call uses, by parity.
+
+    In a staged one-shot a peer may be one call ahead, and its next flag must not take the place of the one that this
+    rank still waits for. (In two phases one word would do: whoever is in the second has read the first.)
+    """
+    return epoch & 1
+
+
 class ChannelMemory:
     """Every rank's part of the arena as seen from here, and this rank's control block."""
 
@@ -84,18 +93,14 @@ class ChannelMemory:
     # -- flags apart from data ----------------------------------------------------------------------
 
     def send_flags(self, lane: Lane, phase: int, epoch: int) -> None:
-        """Tell every peer that what was stored before is there.
-
-        The word is chosen by the epoch's parity: in a staged one-shot a peer may be one call ahead, and its next
-        flag must not take the place of the one that this rank still waits for.
-        """
+        """Tell every peer that what was stored before is there."""
         self.fence()
         for peer in self.others:
-            self.u32(peer, lane.at(phase, self.rank), MAX_BLOCKS)[epoch & 1] = epoch
+            self.u32(peer, lane.at(phase, self.rank), MAX_BLOCKS)[flag_word(epoch)] = epoch
 
     def flag_of(self, lane: Lane, phase: int, peer: int, epoch: int) -> int:
         """The flag word of a peer."""
-        return int(self.u32(self.rank, lane.at(phase, peer), MAX_BLOCKS)[epoch & 1])
+        return int(self.u32(self.rank, lane.at(phase, peer), MAX_BLOCKS)[flag_word(epoch)])
 
     # -- staleness ----------------------------------------------------------------------------------
 
@@ -116,12 +121,10 @@ class ChannelMemory:
             for phase in range(lane.buffers):
                 for peer in self.others:
                     flags = self.u32(self.rank, lane.at(phase, peer), MAX_BLOCKS)
-                    kept = flags[epoch & 1]
-                    # never through the word in use: its flag may be there already
-                    flags[1 - (epoch & 1)] = 0
-                    flags[2:] = 0
-                    if lane is not flags_in_use and kept:
-                        flags[epoch & 1] = 0
+                    mine = flag_word(epoch)
+                    flags[:mine] = flags[mine + 1 :] = 0
+                    if lane is not flags_in_use:  # else this call's flag may be there already
+                        flags[mine] = 0
 
     def refill(self) -> None:
         """Every lane as it was before the first call."""
@@ -155,12 +158,12 @@ class ChannelMemory:
             digest, flag = self.header_of(peer, epoch)
             if flag == epoch and digest != call.digest:
                 raise Faulted(Fault.MISMATCH, peer, call.digest, digest, time.monotonic_ns() - start)
-            shown = flag if seen is None else seen()
-            ahead = flag if later(flag, epoch) else shown
-            if later(ahead, epoch):
-                raise Faulted(Fault.OVERRUN, peer, epoch, ahead, time.monotonic_ns() - start)
             polls += 1
-            if napping or polls % POLLS_A_LOOK == 0:
+            look = napping or polls % POLLS_A_LOOK == 0
+            shown = seen() if look and seen is not None else flag  # all of a message's flags are slow to look at
+            if later(shown, epoch):
+                raise Faulted(Fault.OVERRUN, peer, epoch, shown, time.monotonic_ns() - start)
+            if look:
                 waited = time.monotonic_ns() - start
                 if waited > int(self.bound[0]):
                     raise Faulted(Fault.TIMEOUT, peer, epoch, shown, waited)

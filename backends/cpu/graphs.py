@@ -230,7 +230,7 @@ class CpuGraphs:
         return template.described()
 
     def edges(self, template: Template) -> Sequence[tuple[int, int]]:
-        """(earlier, later) positions in :meth:`nodes` that streams and events order, without what follows from others."""
+        """(earlier, later) positions in :meth:`nodes` that streams and events order; what follows is left out."""
         return template.edges()
 
     def counts(self, template: Template) -> GraphCounts:

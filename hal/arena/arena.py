@@ -207,7 +207,9 @@ class Arena:
         return frozenset(one for use in self._uses if use.kind == "persistent" for one in use.settled)
 
     def holder(self, descriptor: Descriptor) -> Use | None:
-        """The session that holds what a descriptor took. For :class:`Use`."""
+        """The session that holds the slots of a descriptor, if there are any to hold. For :class:`Use`."""
+        if self.plan.slots is None or self.plan.refusal(descriptor) is not None:
+            return None
         return next((use for use in self._uses if descriptor in use.captured), None)
 
     def start_recording(self, use: Use, descriptor: Descriptor) -> None:

@@ -157,8 +157,9 @@ class ArenaPlan:
         """Everything that must be equal on all ranks, a line each: what was asked, every lane, every run of slots."""
         lines = [f"asked: {self.asked()}", f"limit: {self.limit}", f"refused: {self.reason or 'no'}"]
         for one in self.channels:
-            lines.append(f"channel {one.name}: control at {one.control}, largest {one.largest}, end {one.end}")
+            lines.append(f"channel {one.name}: control at {one.control}, largest {one.largest}")
             lines += [f"channel {one.name}, {name}: {lane}" for name, lane in one.lanes.items()]
+            lines.append(f"channel {one.name}: end {one.end}, guards {one.guards}")
         if self.slots is not None:
             lines += self.slots.terms()
         return (*lines, f"bytes: {self.nbytes}")

@@ -133,9 +133,9 @@ class Stages:
         before = device.memory_info()
         graph = entry.graph = BreakableGraph(self._pooled, str(entry.descriptor))
         graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
-        self.workspace.start()
         if self.arenas:
             graph.refuse_replay = partial(self.arenas.refuse_replay, entry.descriptor)
+        self.workspace.start()
         with self.arenas.recording(entry.descriptor), GraphCaptureScope(graph, self.workspace, mode=self.mode):
             graph.set_outputs(entry.program())
         after = device.memory_info()
@@ -148,8 +148,8 @@ class Stages:
     def check_arenas(self, entry: Entry) -> None:
         """Have every rank look for ``entry`` in the arenas' plans, before anything is done about it (A2)."""
         if self.arenas:
-            name = str(entry.descriptor)
-            self.together(f"the arenas' plans for {name}", lambda: self.arenas.check((entry.descriptor,)), (name,), entry)
+            one = entry.descriptor
+            self.together(f"the arenas' plans for {one}", lambda: self.arenas.check((one,)), (str(one),), entry)
 
     def settle_arenas(self) -> None:
         """Have the ranks compare what captured calls took from the arenas; then their graphs may be replayed.

@@ -124,6 +124,12 @@ class GraphCaptureScope:
 
     def _open(self) -> None:
         self.graph.reset()  # an earlier failure is forgotten
+        if not self.workspace.sealed:  # also where nothing is captured: a switch makes no program legal (G2)
+            raise CaptureError(
+                "the workspace must be sealed before a capture",
+                found="its addresses may still move",
+                do="dry-run the program with this workspace, then seal()",
+            )
         self.graph.mode, self.graph.workspace = self.mode, self.workspace
         self.why_inert = self._why_inert()
         self.active = self.why_inert is None

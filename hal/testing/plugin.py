@@ -10,7 +10,7 @@ asks for one, and all its options start with ``--halma-``.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +21,7 @@ from halma.hal.testing.report import EVIDENCE, SessionReport, TestResult
 
 if TYPE_CHECKING:
     from halma.hal.backend import Backend
+    from halma.hal.testing.ranks import RankPools
 
 _MARKERS = (
     "invariant(id, control=False): guards that rule of the layer; control=True marks the arm that must stay green",
@@ -89,6 +90,16 @@ def halma_backend(request: pytest.FixtureRequest) -> Backend:
     if reason is not None:
         pytest.skip(reason)
     return default_registry().select(name)
+
+
+@pytest.fixture(scope="session")
+def halma_rank_pools(halma_backend: Backend) -> Iterator[RankPools]:
+    """Rank processes by world size, started when they are first asked for and shared by all tests of the run."""
+    from halma.hal.testing.ranks import RankPools
+
+    pools = RankPools(halma_backend.name)
+    yield pools
+    pools.close()
 
 
 def _option(config: pytest.Config, name: str) -> str | None:

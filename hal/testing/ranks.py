@@ -24,6 +24,16 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, Final
 
+PRELOADED: Final = (
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "halma.hal.arena.arena",
+    "halma.hal.collectives.group",
+    "halma.hal.graph.session",
+    "halma.hal.registry",
+)
+"""What ranks are forked with, so that each does not import it anew."""
 ENDED_SECONDS: Final = 5.0
 """How long a pool waits for a process to end by itself before it is killed."""
 
@@ -138,7 +148,7 @@ class RankPool:
         import torch.distributed as distributed
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "halma.hal.testing.ranks"])
+        context.set_forkserver_preload([*PRELOADED, __name__])
         self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.starts += 1
         for rank in range(self.size):

@@ -1,4 +1,4 @@
-"""The rules of capture (G) and of memory (W) that the conformance suite holds a backend to, and where their tests are.
+"""The rules of capture (G), memory (W), arenas (A) and collectives (C) that the suite holds a backend to.
 
 A rule wants a test and a control arm: the same program done right, which must stay green. One that the suite
 cannot show says why in ``elsewhere``, so that a hole is never silent.
@@ -76,6 +76,50 @@ RULES: tuple[Rule, ...] = (
     Rule("W4", "workspace memory does not move while a graph may read it"),
     Rule("W5", "arithmetic outside of ops is reported"),
     Rule("W6", "a fork has memory of its own until it is joined"),
+    Rule("A1", "an arena's plan is arithmetic, with a reason where it does not fit"),
+    Rule("A2", "a whole ladder is checked against the plan before anything is captured"),
+    Rule("A3", "slots are disjoint and aligned, and follow from no count that still grows"),
+    Rule("A4", "offsets follow from capacity and are equal on all ranks, before allocation and after capture"),
+    Rule("A5", "an arena does not change during a capture, and nothing is replayed before it is settled"),
+    Rule("A6", "a descriptor takes its slots once; those of a scratch session come back"),
+    Rule("A7", "a write past flags or slots is found in checked mode"),
+    Rule("A8", "memory that cannot be exported is refused before anything is allocated"),
+    Rule("A9", "nobody unmaps or frees before all ranks are at the end"),
+    Rule("A10", "an arena is zeroed and filled before any rank can use it"),
+    Rule("A11", "sizes are checked and have 64 bits"),
+    Rule("A12", "a rank that took nothing still takes part"),
+    Rule("A13", "ranks of a group need not be 0, 1, 2 outside of it"),
+    Rule("C1", "a sum has the same bits on every rank and by every algorithm"),
+    Rule("C2", "epochs and flags are device state: odd call counts replay right, and epochs wrap"),
+    Rule("C3", "graphs of several sizes and eager calls interleave on one communicator"),
+    Rule("C4", "all calls of a channel lie on one path, on one stream at a time"),
+    Rule("C5", "the choice of an algorithm is a pure function with declared ranges"),
+    Rule("C6", "checked mode names the first difference between ranks' calls before anybody waits"),
+    Rule("C7", "every wait is bounded, and its sticky error names rank, peer, call and flags"),
+    Rule("C8", "ranks that come late, in any order, of any group, get right sums"),
+    Rule("C9", "no value is taken for a flag"),
+    Rule("C10", "offsets, odd sizes and zero tokens are handled, the rest refused with the reason"),
+    Rule("C11", "a call before the capture of a context gives defined values"),
+    Rule("C12", "unequal shapes across ranks are an error, not a hang"),
+    Rule(
+        "C13",
+        "memory order is written in one table, with a stress test for each row",
+        elsewhere="each backend has its own table and stress: tests/cpu/collectives for the CPU, tests/gpu for devices",
+    ),
+    Rule(
+        "C14",
+        "the protocol is right in all interleavings of a model, and broken variants are not",
+        elsewhere="shown by the model in halma.hal.testing.protocol (tests/cpu/protocol); no backend takes part",
+    ),
+    Rule("C15", "every call sends each peer a header and waits for one from each"),
+    Rule("C16", "spinning grids that can run at once fit the device together"),
+    Rule(
+        "C17",
+        "under dependent launch every kernel waits before it touches shared state or exits",
+        elsewhere="shown by tests/gpu on devices that have dependent launch, and by the model of the protocol",
+    ),
+    Rule("C18", "all kernels are loaded before the first spin"),
+    Rule("C19", "no flag lies inside data on stores that may be seen in part"),
 )
 
 

@@ -54,7 +54,7 @@ def _graph(setup: Setup, x: torch.Tensor, out: torch.Tensor) -> Any:
     return setup.capture(program)
 
 
-def stay_away(backend: str, absent: int, calls_before: int, *, rearm: bool = True) -> dict[str, Any]:
+def stay_away(backend: str, absent: int, calls_before: int) -> dict[str, Any]:
     """Rank ``absent`` leaves out one call. The others find it out, stay sane, and go on after rearm()."""
     with ranks_set_up(backend, bound=PATIENT) as setup:
         assert setup is not None
@@ -78,8 +78,8 @@ def stay_away(backend: str, absent: int, calls_before: int, *, rearm: bool = Tru
         if rank != absent:
             found["sticky"] = refusal(lambda: comm.all_reduce(x))
         comm.set_bound(PATIENT)
-        if not rearm:
-            os._exit(0)
+        setup.group.ranks.answers("everybody is done", None, PATIENT)
+        found["flags"] = _header_flags(setup)
         comm.rearm()
         right: list[bool] = []
         for step in range(3):
@@ -89,6 +89,13 @@ def stay_away(backend: str, absent: int, calls_before: int, *, rearm: bool = Tru
         comm.poll()
         found["after"] = right
         return found
+
+
+def _header_flags(setup: Setup) -> list[int]:
+    """The largest flag that stands in each peer's headers here: the last call that it said anything in."""
+    lane, own = setup.arena.layout("main").headers, setup.done(setup.arena.own.tensor)
+    flags = own[lane.offset : lane.offset + lane.nbytes].view(torch.int32).view(2, setup.comm.size, 4)[:, :, 1]
+    return [int(flags[:, peer].max()) for peer in range(setup.comm.size) if peer != setup.comm.rank]
 
 
 def end_suddenly(backend: str, victim: int) -> dict[str, Any]:
@@ -198,8 +205,9 @@ def absent_from_exchange(backend: str, absent: int) -> str:
         ranks._seconds = BRIEF
         said = "" if ranks.rank == absent else refusal(lambda: ranks.exchange("the plan", 1))
         ranks._seconds = PATIENT
+        ranks.answers("the others gave up", None, PATIENT)  # so that the absent one comes behind that
         if ranks.rank == absent:
-            ranks.exchange("the plan", 1)  # late: what the others said is still there
+            ranks.exchange("the plan", 1)  # what the others said is still there
         stage = "one stage" if ranks.rank == absent else "another stage"
         apart = refusal(lambda: ranks.exchange(stage, 2))
         ranks.exchange("together again", 3)

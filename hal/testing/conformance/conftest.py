@@ -79,16 +79,14 @@ def make(halma_backend: Backend) -> Make:
 
 
 @pytest.fixture(scope="session")
-def all_ranks(halma_backend: Backend) -> Iterator[RankPools]:
+def all_ranks(halma_backend: Backend, halma_rank_pools: RankPools) -> RankPools:
     """Pools of rank processes by world size, for a backend whose ranks can share memory."""
     reason = halma_backend.collectives.unsupported() or halma_backend.memory.not_exportable()
     if reason is None and not halma_backend.capabilities.ipc:
         reason = f"capability ipc is {halma_backend.capabilities.ipc}"
     if reason is not None:
         pytest.skip(reason)
-    pools = RankPools(halma_backend.name)
-    yield pools
-    pools.close()
+    return halma_rank_pools
 
 
 @pytest.fixture

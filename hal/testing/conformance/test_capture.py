@@ -162,11 +162,23 @@ def test_an_error_of_the_programs_own_that_it_handles_is_its_business(capturing:
 def test_an_inert_capture_ran_once_and_is_no_graph(halma_backend: Backend) -> None:
     toy, graph = Toy(halma_backend), BreakableGraph(halma_backend)
     workspace = Workspace(halma_backend.device.torch_device)
+    toy.step(workspace)  # plans
+    workspace.seal()
     with GraphCaptureScope(graph, workspace, enabled=False):
         graph.set_outputs(toy.step(workspace))
     assert graph.outcome is Outcome.INERT and graph.outputs().tolist() == toy.expected()
     with pytest.raises(CaptureError, match="inert"):
         graph.replay()
+
+
+@pytest.mark.invariant("G2")
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+def test_an_unsealed_workspace_is_refused_whether_or_not_capture_is_on(halma_backend: Backend, enabled: bool) -> None:
+    """A switch makes no program legal: what would be refused with capture on is refused with it off."""
+    graph = BreakableGraph(halma_backend)
+    with pytest.raises(CaptureError, match="must be sealed"):
+        with GraphCaptureScope(graph, Workspace(halma_backend.device.torch_device), enabled=enabled):
+            pytest.fail("the program must not run")
 
 
 # -- G4, G10 --------------------------------------------------------------------------------------------
@@ -177,6 +189,7 @@ def test_a_scope_that_is_switched_off_does_the_work_of_the_bare_program(halma_ba
     toy = Toy(halma_backend)
     workspace = Workspace(halma_backend.device.torch_device)
     toy.step(workspace)  # plans
+    workspace.seal()
     bare = toy.eager(workspace)
     graph = BreakableGraph(halma_backend)
     workspace.start()

@@ -216,6 +216,7 @@ def test_a_backend_that_cannot_makes_the_scope_inert_with_its_reason(toy: Toy, m
         toy.backend.graphs.unsupported = lambda: "graph_capture is off"
     ran: list[int] = []
     graph = toy.graph()
+    toy.workspace.seal()
     with toy.scope(graph) as scope:
         with break_point() as host:
             host(lambda: ran.append(1))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halma.cli.capture_arena import show_arena
 from halma.cli.output import at_least_one, emit_json, print_table, progress_bar
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
@@ -44,6 +45,11 @@ def capture(
     compare_unshared: Annotated[
         bool, typer.Option("--compare-unshared", help="Capture each graph in a workspace of its own, too.")
     ] = False,
+    arena: Annotated[
+        str | None, typer.Option(help="channel or slots: show the plan of the memory that ranks share, and stop.")
+    ] = None,
+    world: Annotated[int, typer.Option(help="Ranks, for --arena.")] = 2,
+    query_len: Annotated[int, typer.Option(help="Tokens a request in a step, drafts included, for --arena.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with a picture of memory over capture order.")] = None,
 ) -> None:
@@ -55,6 +61,11 @@ def capture(
     for option, value in (("--context", context), ("--chunk", chunk)):
         at_least_one(option, value)
     wanted = _sizes(sizes, max_requests, order, limit, left)
+    if arena is not None:
+        show_arena(
+            model, arena, backend=backend, world=world, sizes=wanted, query_len=query_len, chunk=chunk, json=json
+        )
+        return
     if html is not None:
         _refuse_unwritable(html)
     chosen = halma.backend(backend)  # all before torch is imported: what is wrong is answered at once

@@ -15,9 +15,15 @@ from halma.hal.workspace import Workspace
 from tests.cpu.graph.scripted import Failure, scripted_backend
 
 
+def sealed() -> Workspace:
+    workspace = Workspace()
+    workspace.seal()
+    return workspace
+
+
 def capture(backend, workspace: Workspace | None = None) -> BreakableGraph:
     graph = BreakableGraph(backend, "toy")
-    with GraphCaptureScope(graph, workspace or Workspace()):
+    with GraphCaptureScope(graph, workspace or sealed()):
         graph.set_outputs("out")
     return graph
 
@@ -59,14 +65,14 @@ def test_a_destroy_that_fails_does_not_hide_why_the_capture_failed():
     retire(backend.graphs, "queued while the capture is open")
     with pytest.raises(Failure, match="destroy"):
         drain()
-    with pytest.raises(Failure, match="end"), GraphCaptureScope(graph, Workspace()):
+    with pytest.raises(Failure, match="end"), GraphCaptureScope(graph, sealed()):
         retire(backend.graphs, "queued while the capture is open")
     assert graph.outcome is Outcome.FAILED and str(graph.error) == "end" and waiting() == 0 and old.empty
 
 
 @pytest.mark.invariant("G22")
 def test_a_workspace_has_one_user_and_the_refusal_names_both():
-    workspace, other = Workspace(), Workspace()
+    workspace, other = sealed(), sealed()
     with lease(workspace, "a profiler"):
         with pytest.raises(CaptureError, match=r"a capture of toy on thread[\s\S]*a profiler on thread"):
             capture(scripted_backend(), workspace)

@@ -1,0 +1,170 @@
+"""Programs that rank processes run for this folder's tests."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import halma
+from halma.backends.cpu.backend import CpuBackend
+from halma.hal.arena.plan import plan_channels
+from halma.hal.backend import Backend
+from halma.hal.collectives.choice import ORDER
+from halma.hal.collectives.communicator import live
+from halma.hal.collectives.custom_op import all_reduce
+from halma.hal.collectives.group import Group, NoArena
+from halma.hal.decisions import decisions
+from halma.hal.errors import HalmaError
+from halma.hal.testing.conformance.capturing import captured, planned
+from halma.hal.testing.conformance.collective_setup import Setup, ranks_set_up, refusal
+from halma.hal.workspace import Workspace
+
+
+def traced() -> dict[str, Any]:
+    """The custom op under FakeTensor and make_fx, in a capture, and with a dead id."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm, found = setup.comm, {}
+        x = torch.full((4, 8), 1.0 + comm.rank)
+        with FakeTensorMode() as mode:
+            fake = torch.ops.halma.all_reduce(mode.from_tensor(x), comm.id)
+            found["fake"] = (type(fake).__name__, tuple(fake.shape), str(fake.dtype))
+        calls = len(comm.flight())
+        graph = make_fx(lambda t: all_reduce(t * 2, comm) + 1)(x)
+        found["traced"] = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        found["made"] = len(comm.flight()) - calls
+        found["sum"] = graph(x).flatten()[0].item()
+        out = torch.empty_like(x)
+        all_reduce(x, comm, out)
+        found["out"] = out.flatten()[0].item()
+
+        def program(ws: Workspace) -> torch.Tensor:
+            return all_reduce(x, comm, ws.take(x.shape, x.dtype))
+
+        step = captured(setup.backend, program, planned(setup.backend, program))
+        found["node"] = [node.name for node in step.nodes()]
+        found["replayed"] = step.replay().flatten()[0].item()
+        dead = comm.id
+        comm.close()
+        found["dead"] = refusal(lambda: torch.ops.halma.all_reduce(x, dead))
+        found["forgotten"] = dead not in live
+        return found
+
+
+def compiled() -> float:
+    """The op under torch.compile, in one graph; importing the compiler takes long."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm = setup.comm
+        x = torch.full((4, 8), 1.0 + comm.rank)
+        function = torch.compile(lambda t: torch.ops.halma.all_reduce(t, comm.id) * 3, backend="eager", fullgraph=True)
+        return function(x).flatten()[0].item()
+
+
+def scrubbed(flags: bool) -> list[tuple[int, int]]:
+    """(epoch, stale words) around 2^20 calls: words and flags of this rank's boxes that the call did not bring."""
+    way = ORDER[3 if flags else 0]
+    with ranks_set_up("cpu", way=way, first_epoch=(1 << 20) - 4) as setup:
+        assert setup is not None
+        comm, layout, found = setup.comm, setup.arena.layout("main"), []
+        lane = layout.stage_flags if flags else layout.words
+        assert lane is not None
+        peer = 1 - comm.rank
+        for numel in (1000, 1000, 2, 2, 2, 2):
+            comm.all_reduce(torch.ones(numel, dtype=torch.float32))
+            words = torch.cat([
+                setup.arena.own.tensor[(start := lane.at(buffer, peer)) : start + lane.box]
+                for buffer in ((0, 1) if flags else (comm.epoch() & 1,))
+            ]).view(torch.int32)  # fmt: skip
+            stale = words[words != 0] if flags else words[1::2][words[1::2] != 0]
+            found.append((comm.epoch(), int((stale != comm.epoch()).sum())))
+            comm_barrier(setup)
+        return found
+
+
+def comm_barrier(setup: Setup) -> None:
+    """All ranks are here; not by a call of the channel, which would have an epoch."""
+    setup.group.ranks.exchange("looked", None)
+
+
+def three_ranks() -> dict[str, Any]:
+    """A world size without channels: everything works, by the vendor, with the reason."""
+    decisions.clear()
+    group = halma.collectives(world=distributed.group.WORLD, backend="cpu")
+    arena = group.arena(plan_channels(largest=1024))
+    comm = group.communicator(arena)
+    x = torch.full((4, 6), 1.0 + group.rank, dtype=torch.bfloat16)
+    y, norm = torch.ones_like(x), torch.empty_like(x)
+    comm.all_reduce_rmsnorm(x, y, torch.ones(6, dtype=torch.bfloat16), out=norm)
+    comm.all_reduce(x)
+    gathered = torch.empty((3, 2), dtype=torch.int64)
+    comm.all_gather(torch.tensor([group.rank, 7]), out=gathered)
+    told = torch.tensor([group.rank])
+    comm.broadcast(told, root=2)
+    comm.barrier()
+
+    def program(_: Workspace) -> None:
+        comm.all_reduce(x)
+
+    step = captured(group.backend, program)
+    before = x.flatten()[0].item()
+    step.replay()
+    comm.poll()
+    found = {
+        "no arena": isinstance(arena, NoArena) and arena.why,
+        "sum": before,
+        "replayed": x.flatten()[0].item(),
+        "residual": y.flatten()[0].item(),
+        "norm": norm.flatten()[0].item(),
+        "gathered": gathered.tolist(),
+        "told": told.tolist(),
+        "reasons": sorted({decision.reason for decision, _ in decisions.all("collective")}),
+        "chosen": sorted({decision.chosen for decision, _ in decisions.all("collective")}),
+    }
+    os.environ["HALMA_STRICT"] = "1"
+    try:
+        strict = halma.collectives(world=distributed.group.WORLD, backend="cpu")
+        found["strict"] = refusal(lambda: strict.communicator(NoArena(strict.why_no_channel)).all_reduce(x))
+    finally:
+        del os.environ["HALMA_STRICT"]
+    comm.close()
+    arena.close()
+    return found
+
+
+def unlike_ranks(how: str) -> str:
+    """What a group says of ranks that came with different settings, tables, plans or memberships."""
+    rank = distributed.get_rank()
+    backend: Backend = CpuBackend()
+    world: Any = distributed.group.WORLD
+    try:
+        if how == "setting":
+            os.environ["HALMA_CHECKED"] = str(rank)
+            Group(world, backend)
+        elif how == "plan":
+            Group(world, backend).arena(plan_channels(largest=1024 * (rank + 1)))
+        elif how == "epoch":
+            group = Group(world, backend)
+            group.communicator(group.arena(plan_channels(largest=1024)), first_epoch=rank)
+        elif how == "member":
+            Group(distributed.GroupMember.NON_GROUP_MEMBER, backend)
+        elif how == "host" and rank == 1:
+            from halma.hal.collectives import group as module
+
+            module._host, before = (lambda: "elsewhere/1234"), module._host
+            try:
+                return Group(world, backend).why_no_channel
+            finally:
+                module._host = before
+        else:
+            return Group(world, backend).why_no_channel
+    except HalmaError as error:
+        return str(error)
+    finally:
+        os.environ.pop("HALMA_CHECKED", None)
+    return ""

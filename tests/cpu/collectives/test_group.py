@@ -1,0 +1,92 @@
+"""Groups of ranks: one alone, a size without channels, ranks that differ; and the op that can be traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import halma
+from halma.hal.arena.plan import plan_channels
+from halma.hal.collectives.group import NoArena
+from halma.hal.errors import CollectiveError
+from halma.hal.testing.conformance.capturing import captured
+from halma.hal.testing.ranks import RankPools
+from tests.cpu.collectives import programs
+
+
+def test_one_rank_alone_needs_nobody() -> None:
+    group = halma.collectives(world=None, backend="cpu")
+    arena = group.arena(plan_channels(largest=1024))
+    assert isinstance(arena, NoArena) and (group.rank, group.size) == (0, 1)
+    comm = group.communicator(arena)
+    x = torch.arange(6.0).view(2, 3)
+    assert comm.all_reduce(x) is x and x.tolist() == [[0, 1, 2], [3, 4, 5]]
+    out, residual = torch.empty_like(x), torch.ones_like(x)
+    comm.all_reduce_rmsnorm(x, residual, torch.ones(3), out=out)
+    assert residual.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert torch.allclose(out, residual / residual.square().mean(-1, keepdim=True).add(1e-6).sqrt())
+    gathered = torch.empty((1, 2, 3))
+    assert comm.all_gather(x, out=gathered)[0].tolist() == x.tolist()
+    comm.broadcast(x, root=0)
+    comm.barrier()
+    comm.poll()
+    comm.rearm()
+    with torch.no_grad():
+        step = captured(group.backend, lambda _: comm.all_reduce(x, out))
+        x.fill_(4.0)
+        step.replay()
+    assert out.tolist() == [[4.0] * 3] * 2 and comm.flight() == []
+
+
+def test_a_size_without_channels_works_by_the_vendor_with_the_reason(halma_rank_pools: RankPools) -> None:
+    why = "3 ranks: channels are made for 2, 4, 6, 8"
+    for found in halma_rank_pools[3].run(programs.three_ranks):
+        assert found["no arena"] == why and found["reasons"] == [why] and found["chosen"] == ["vendor"]
+        assert (found["sum"], found["replayed"], found["residual"], found["norm"]) == (6.0, 18.0, 7.0, 1.0)
+        assert found["gathered"] == [[0, 7], [1, 7], [2, 7]] and found["told"] == [2]
+        assert "HALMA_STRICT forbids it" in found["strict"] and why in found["strict"]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("setting", "differ in HALMA_CHECKED"),
+        ("plan", "ranks do not agree on the arena's plan"),
+        ("epoch", "ranks do not agree on the channel"),
+        ("member", "no member of the group"),
+        ("host", "the ranks are on 2 machines"),
+    ],
+)
+def test_ranks_that_differ_are_told_before_anything_is_made(halma_rank_pools: RankPools, how: str, says: str) -> None:
+    for said in halma_rank_pools[2].run(programs.unlike_ranks, how):
+        assert says in said
+    assert halma_rank_pools[2].run(programs.unlike_ranks, "alike") == ["", ""]
+
+
+def test_without_torch_distributed_a_group_says_how_to_start() -> None:
+    with pytest.raises(CollectiveError, match="torchrun"):
+        halma.collectives(world=object(), backend="cpu")
+
+
+def test_the_op_can_be_traced_and_captured(halma_rank_pools: RankPools) -> None:
+    for found in halma_rank_pools[2].run(programs.traced):
+        assert found["fake"] == ("FakeTensor", (4, 8), "torch.float32")
+        assert found["traced"][1] == "halma.all_reduce.default" and found["made"] <= 1
+        assert (found["sum"], found["out"], found["replayed"]) == (7.0, 3.0, 3.0)
+        assert found["node"] == ["collective:main"]
+        assert "is gone" in found["dead"] and found["forgotten"]
+
+
+@pytest.mark.nightly
+def test_the_op_compiles_into_one_graph(halma_rank_pools: RankPools) -> None:
+    assert halma_rank_pools[2].run(programs.compiled, seconds=200.0) == [9.0, 9.0]
+
+
+@pytest.mark.invariant("C2")
+@pytest.mark.parametrize("flags", [False, True], ids=["words", "flags"])
+def test_stale_flags_are_scrubbed_long_before_the_epochs_wrap(halma_rank_pools: RankPools, flags: bool) -> None:
+    for found in halma_rank_pools[2].run(programs.scrubbed, flags):
+        stale = dict(found)
+        assert list(stale) == [(1 << 20) - 3 + step for step in range(6)]
+        assert stale[1 << 20] == stale[(1 << 20) + 1] == 0, "of this call's own buffer nothing older is left"
+        assert sum(stale.values()) > 0, "there was something to scrub"
