@@ -46,9 +46,7 @@ def _embed_output(tokens: torch.Tensor, weight: Weight, first: int | None = None
 
 
 @op("embed", out=_embed_output)
-def embed(
-    tokens: torch.Tensor, weight: Weight, first: int | None = None, *, out: torch.Tensor, ws: Workspace
-) -> None:
+def embed(tokens: torch.Tensor, weight: Weight, first: int | None = None, *, out: torch.Tensor, ws: Workspace) -> None:
     """tokens [M] i64 -> [M, D]: rows of a plain weight, in its dtype.
 
     Args:

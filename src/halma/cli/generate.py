@@ -139,9 +139,7 @@ def _generated(
 
     with team.divided(source.config, backend, options) as ranks:
         with progress_bar("loading", disable=silent) as loading:
-            loaded = team.together(
-                "loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading)
-            )
+            loaded = team.together("loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading))
         for note in loaded.notes if team.speaks else ():
             print(f"halma: note: {note}", file=sys.stderr)
         engine = Engine(loaded.runner, on_token=show.token)

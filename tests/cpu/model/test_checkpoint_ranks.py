@@ -32,10 +32,7 @@ def test_ranks_hold_slices_that_make_up_the_whole(dequantised: bool):
     config = small_config(vocab_size=200, moe_intermediate_size=320, o_lora_rank=128)
     source = SyntheticSource(config)
     whole = load_source(config, source).weights
-    parts = [
-        load_source(config, source, LoadOptions(dequantise=dequantised, rank=r, world=2))
-        for r in range(2)
-    ]
+    parts = [load_source(config, source, LoadOptions(dequantise=dequantised, rank=r, world=2)) for r in range(2)]
 
     def plain(name: str) -> list[torch.Tensor]:
         return [dequantise(matrices(part.weights)[name], torch.float32).data for part in parts]
