@@ -156,6 +156,16 @@ def test_what_one_rank_refuses_ends_all_and_is_told_once():
 
 
 @pytest.mark.nightly
+def test_torchrun_ends_no_rank_before_it_has_ended_itself():
+    """It terminates all as soon as one has ended; each still ends with its own code, and the reason is there once."""
+    command = [*TORCHRUN, "--nproc-per-node", "4", "-m", "halma", "generate", "--backend", "cpu"]
+    command += ["--tp", "4", "--prompt", "a"]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert run.returncode != 0 and run.stderr.count("exitcode  : 2 ") == 4
+    assert run.stderr.count("halma: the model cannot be divided") == 1 and "divide all of them: 1, 2\n" in run.stderr
+
+
+@pytest.mark.nightly
 @pytest.mark.invariant("C7")
 def test_a_rank_that_dies_is_an_error_that_names_it():
     arguments = ("--prompt", "The President", "--max-tokens", "3000", "--ignore-eos")
