@@ -43,7 +43,13 @@ def _embed() -> list[OpExample]:
     def build(draw: Draw, rows: int) -> Arguments:
         return draw.ids(rows, below=40), Weight(draw.normal(40, 24))
 
-    return [example("embed", "fp32 table", build, by_row=(0,), tolerance=0.0)]
+    def part(draw: Draw, rows: int) -> Arguments:
+        return draw.ids(rows, below=40), Weight(draw.normal(10, 24)), 20
+
+    return [
+        example("embed", "fp32 table", build, by_row=(0,), tolerance=0.0),
+        example("embed", "the third quarter of a vocabulary", part, by_row=(0,), tolerance=0.0),
+    ]
 
 
 @examples("expand_streams")
@@ -281,6 +287,31 @@ def _sample_tokens() -> list[OpExample]:
 
     # Scaling would scale temperature and top_p too, which has no meaning.
     return [example("sample_tokens", "greedy and drawn rows", build, by_row=(0, 1, 2, 3, 4), scales=())]
+
+
+@examples("own_best")
+def _own_best() -> list[OpExample]:
+    def tied(draw: Draw, rows: int) -> Arguments:
+        return draw.ids(rows, 50, below=4).float(), 150
+
+    return [
+        example("own_best", "ties go to the lower token", tied, by_row=(0,), tolerance=0.0),
+        example("own_best", "distinct", lambda d, n: (d.normal(n, 503), 0), by_row=(0,), tolerance=0.0),
+    ]
+
+
+@examples("best_of_all")
+def _best_of_all() -> list[OpExample]:
+    def build(draw: Draw, rows: int) -> Arguments:
+        ids = draw.ids(4, rows, below=25) + 25 * torch.arange(4).unsqueeze(1)
+        return torch.stack([draw.ids(4, rows, below=3).float(), ids.float()], 2), 100
+
+    return [example("best_of_all", "four ranks, ties", build)]
+
+
+@examples("join_columns")
+def _join_columns() -> list[OpExample]:
+    return [example("join_columns", "three ranks", lambda d, n: (d.normal(3, n, 17),), tolerance=0.0)]
 
 
 @examples("next_position")

@@ -19,6 +19,7 @@ from halma.ops import (
     routing,
     rows,
     sampling,
+    vocabulary,
 )
 
 FAMILIES = (
@@ -35,5 +36,6 @@ FAMILIES = (
     routing,
     experts,
     sampling,
+    vocabulary,
 )
 """The modules in the order in which a step meets them."""

@@ -39,20 +39,34 @@ def step_rows(
     torch.mul(slot.unsqueeze(1), real, out=row_slot)
 
 
-def _embed_output(tokens: torch.Tensor, weight: Weight) -> Spec:
+def _embed_output(tokens: torch.Tensor, weight: Weight, first: int | None = None) -> Spec:
     if weight.format != PLAIN:
         raise DispatchError("an embedding is stored plain", asked="embed", found=weight.plan_key)
     return Spec((tokens.shape[0], weight.shape[1]), weight.data.dtype)
 
 
 @op("embed", out=_embed_output)
-def embed(tokens: torch.Tensor, weight: Weight, *, out: torch.Tensor, ws: Workspace) -> None:
+def embed(tokens: torch.Tensor, weight: Weight, first: int | None = None, *, out: torch.Tensor, ws: Workspace) -> None:
     """tokens [M] i64 -> [M, D]: rows of a plain weight, in its dtype.
+
+    Args:
+        first: the token of the weight's first row, where it holds a part of the vocabulary; tokens that it does not
+            hold, wherever they lie, give zeros: the sum over all parts is the embedding, to the bit.
 
     Raises:
         DispatchError: the weight is quantised (found when planning).
     """
-    torch.index_select(weight.data, 0, tokens, out=out)
+    if first is None:
+        torch.index_select(weight.data, 0, tokens, out=out)
+        return
+    last = weight.shape[0] - 1
+    row = torch.sub(tokens, first, out=ws.take(tuple(tokens.shape), torch.int64))
+    outside = torch.lt(row, 0, out=ws.take(tuple(tokens.shape), torch.bool))
+    behind = torch.gt(row, last, out=ws.take(tuple(tokens.shape), torch.bool))
+    outside.logical_or_(behind)
+    row.clamp_(0, last)
+    torch.index_select(weight.data, 0, row, out=out)
+    out.masked_fill_(outside.unsqueeze(1), 0.0)
 
 
 @op("expand_streams", out=lambda x, count: Spec((x.shape[0], count, x.shape[1]), x.dtype))

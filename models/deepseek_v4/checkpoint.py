@@ -162,14 +162,14 @@ def load_source(
     notes += _notes(survey, source)
     loader = Loader(options, source, survey.read_bytes, progress)
     with torch.no_grad():
-        weights = assemble(config, loader, mtp=options.drafter, split_shared=options.split_shared)
+        weights = assemble(config, loader, mtp=options.drafter)
     return Checkpoint(config, weights, options, tuple(notes))
 
 
 def _survey(config: V4Config, options: LoadOptions, source: TensorSource | None) -> tuple[Survey, V4Weights]:
-    check_world(config, options)
+    check_world(config, options.world)
     survey = Survey(config, options, source)
-    return survey, assemble(config, survey, mtp=options.drafter, split_shared=options.split_shared)
+    return survey, assemble(config, survey, mtp=options.drafter)
 
 
 def _check_fit(sizes: Sizes, state_bytes: int, limits: Sequence[MemoryLimit], asked: str) -> None:

@@ -3,7 +3,8 @@
 A decode step reads each slot's newest token and length from device memory and writes the next; the host
 sees tokens in a pinned ring, one step behind, and decides who stays from what it saw (so a request that
 ends with ``eos`` computes one token too many, which nobody reads). Host decisions at step s use results up
-to step s - 1, always (G27).
+to step s - 1, always (G27). They depend on requests and tokens alone, never on a clock or on what is ready, so the
+ranks of a divided model, which have the same requests and get the same tokens, make the same steps.
 """
 
 from __future__ import annotations
@@ -264,6 +265,7 @@ class Engine:
         while len(self._behind) > keep:
             generations, event = self._behind.popleft()
             event.synchronize()
+            self.runner.model.ranks.poll()
             ring = self.runner.model.state.ring
             for generation in generations:
                 if generation.done:

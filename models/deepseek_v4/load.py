@@ -17,6 +17,7 @@ from halma.models.deepseek_v4.engine import Request
 from halma.models.deepseek_v4.preparation import ARITHMETICS
 from halma.models.deepseek_v4.presets import model_directory
 from halma.models.deepseek_v4.program import Tap
+from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
 from halma.models.deepseek_v4.sizing import MemoryLimit, host_limits
 from halma.models.deepseek_v4.state import RowFormats, StatePlan, build_state
@@ -86,6 +87,11 @@ def default_arithmetic(backend: Backend, asked: str | None) -> str:
     return asked
 
 
+def default_carrier(backend: Backend) -> torch.dtype:
+    """float32 on the CPU, bfloat16 elsewhere."""
+    return torch.float32 if backend.device.torch_device.type == "cpu" else torch.bfloat16
+
+
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A model on a device. ``codec`` is None where the directory holds no tokenizer."""
@@ -104,10 +110,14 @@ def load_v4(
     options: RunnerOptions,
     *,
     carrier: torch.dtype | None = None,
+    ranks: Ranks = ONE_RANK,
     tap: Tap | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Load a model for ``backend``. The carrier defaults to float32 on the CPU and bfloat16 elsewhere.
+    """Load a model for ``backend``, or of several ranks this one's part, which is all that is read.
+
+    Args:
+        carrier: see :func:`default_carrier`.
 
     Raises:
         ModelError: the checkpoint is broken, or does not fit; nothing stays allocated.
@@ -115,19 +125,28 @@ def load_v4(
     source = resolve_model(model) if isinstance(model, str) else model
     device = backend.device.torch_device
     on_cpu = device.type == "cpu"
-    carrier = carrier or (torch.float32 if on_cpu else torch.bfloat16)
-    limits = host_limits()
+    carrier = carrier or default_carrier(backend)
+    # The ranks of a CPU load at the same time into the same memory.
+    limits = [MemoryLimit(limit.name, limit.free // ranks.size) for limit in host_limits()]
     if not on_cpu:
         limits = [MemoryLimit("free device memory", backend.device.memory_info().free)]
     checkpoint = load_checkpoint(
         source.path,
-        LoadOptions(carrier=carrier, arithmetic=options.arithmetic, dequantise=on_cpu, device=device, drafter=False),
+        LoadOptions(
+            carrier=carrier,
+            arithmetic=options.arithmetic,
+            dequantise=on_cpu,
+            device=device,
+            rank=ranks.rank,
+            world=ranks.size,
+            drafter=False,
+        ),
         limits=limits,
         state_bytes=lambda config: state_bytes(config, options, carrier),
         progress=progress,
     )
     config, weights = checkpoint.config, checkpoint.weights
-    runner = V4Runner(config, weights, backend, options, carrier=carrier, tap=tap)
+    runner = V4Runner(config, weights, backend, options, carrier=carrier, ranks=ranks, tap=tap)
     return Loaded(source.name, config, runner, source.codec_or_none, weights.nbytes, checkpoint.notes)
 
 

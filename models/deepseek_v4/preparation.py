@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -28,9 +29,9 @@ class LoadOptions:
         dequantise: turn fp8 and fp4 into plain matrices (exact: the scales are powers of two, and bfloat16
             holds every e4m3 and e2m1 value). Off: they stay packed where their blocks allow it.
         device: where the weights go.
-        rank, world: the part of a tensor-parallel rank: heads of wq_b, wo_a, wo_b and sinks, the experts'
-            intermediate width, and the head's vocabulary are divided; the rest is whole on every rank.
-        split_shared: divide the shared expert too.
+        rank, world: the part of a tensor-parallel rank: heads of wq_b, wo_a, wo_b and sinks, the intermediate
+            width of routed and shared experts, and the vocabulary of embedding and head are divided; the rest,
+            the indexer among it, is whole on every rank.
         drafter: load the MTP modules where there are any.
 
     Raises:
@@ -43,7 +44,6 @@ class LoadOptions:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rank: int = 0
     world: int = 1
-    split_shared: bool = False
     drafter: bool = True
 
     def __post_init__(self) -> None:
@@ -69,20 +69,29 @@ class LoadOptions:
         return self.rank * length // self.world, (self.rank + 1) * length // self.world
 
 
-def check_world(config: V4Config, options: LoadOptions) -> None:
+DIVIDED = ("num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size")
+"""What tensor parallelism cuts: every one of them must divide evenly."""
+
+
+def worlds(config: V4Config) -> list[int]:
+    """Numbers of ranks that the model can be divided among, 1 included."""
+    common = math.gcd(*(getattr(config, name) for name in DIVIDED))
+    return [size for size in range(1, common + 1) if common % size == 0]
+
+
+def check_world(config: V4Config, world: int) -> None:
     """Whether the model divides evenly.
 
     Raises:
-        ModelError: naming every size that ``world`` does not divide.
+        ModelError: naming every size that ``world`` does not divide, and the numbers of ranks that do.
     """
-    sizes = ("num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size")
-    wrong = [f"{name} = {getattr(config, name)}" for name in sizes if getattr(config, name) % options.world]
+    wrong = [f"{name} = {getattr(config, name)}" for name in DIVIDED if getattr(config, name) % world]
     if wrong:
         raise ModelError(
             "the model cannot be divided among that many ranks",
-            asked=f"{options.world} ranks",
-            found=wrong,
-            do=f"use a number of ranks that divides all of them (at most o_groups = {config.o_groups})",
+            asked=f"{world} ranks",
+            found=[f"{one}, which {world} does not divide" for one in wrong],
+            do=f"numbers of ranks that divide all of them: {', '.join(map(str, worlds(config)))}",
         )
 
 

@@ -23,6 +23,8 @@ def _scratch(runner: V4Runner) -> CaptureSession:
         strict=options.strict,
         budget=options.budget,
         reserve=options.reserve,
+        agreement=runner.model.ranks.agreement,
+        arenas=runner.model.ranks.arenas,
         inputs=runner.inputs.read_by,  # a warm-up that runs must feed the null slot, not the requests of the last step
     )
 

@@ -1,7 +1,8 @@
 """One step of DeepSeek-V4, written once: decode, prefill chunks and verification differ by shapes alone.
 
 Notation: M rows in the step (requests x tokens per request), D hidden size, n residual streams, H heads of
-width d. Sections in brackets refer to the model's published reference code (``inference/model.py``).
+width d, V tokens, N ranks, each with its part of the weights (:mod:`halma.models.deepseek_v4.ranks`). Sections in
+brackets refer to the model's published reference code (``inference/model.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.forks import fork
 from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.config import LayerKind, V4Config
+from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.state import LayerState, V4State
 from halma.models.deepseek_v4.weights import AttentionWeights, CompressorWeights, FfnWeights, LayerWeights, V4Weights
 
@@ -31,6 +33,7 @@ class V4Model:
     Attributes:
         side: the stream of work that runs beside the main one: the shared expert's.
         inv_freq: rope frequencies by theta: ``main`` for window layers, ``compress`` for the others [r/2].
+        ranks: those that share the model; ``weights`` is this one's part.
         tap: called with intermediate values where the eager runner watches them; never in a graph.
     """
 
@@ -42,6 +45,7 @@ class V4Model:
     side: Stream
     inv_freq: dict[str, torch.Tensor]
     carrier: torch.dtype
+    ranks: Ranks = ONE_RANK
     tap: Tap | None = None
 
     @property
@@ -87,7 +91,7 @@ def decode_step(model: V4Model, inputs: StepInputs, descriptor: Descriptor) -> t
     """Feed each request's newest token, choose the next and commit it. Returns (next [R], logits [R, V]).
 
     The variants ``greedy`` and ``sample`` look at each request's last real token; ``all`` returns the greedy
-    choice and the logits of every row, [M] and [M, V].
+    choice and the logits of every row, [M] and [M, V]. Of several ranks each returns the logits of its own tokens.
     """
     ops, state = model.ops, model.state
     tokens, start = ops.decode_inputs(inputs.slot, state.last_token, state.lengths)
@@ -106,11 +110,10 @@ def _step(
     ops, state = model.ops, model.state
     logits = forward(model, inputs, descriptor, tokens, start)
     if descriptor.variant == "sample":
-        chosen = ops.sample_tokens(
-            logits, inputs.temperature, inputs.top_p, inputs.seed, ops.next_position(start, inputs.count)
-        )
+        whole, position = model.ranks.all_logits(ops, logits), ops.next_position(start, inputs.count)
+        chosen = ops.sample_tokens(whole, inputs.temperature, inputs.top_p, inputs.seed, position)
     else:
-        chosen = ops.argmax_tokens(logits)
+        chosen = model.ranks.best_token(ops, logits)
     newest = chosen
     if descriptor.variant == "all":  # every row's choice is returned, the last real row's is committed
         newest = ops.last_rows(chosen, inputs.count, descriptor.query_len)
@@ -121,10 +124,11 @@ def _step(
 def forward(
     model: V4Model, inputs: StepInputs, descriptor: Descriptor, tokens: torch.Tensor, start: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens [R, T] at positions start.. -> logits [R, V] of each request's last real token, or [M, V] of all."""
+    """Tokens [R, T] at positions start.. -> logits [R, V/N] of each request's last real token, or [M, V/N] of all."""
     ops, config, weights = model.ops, model.config, model.weights
     step = prepare(model, inputs, descriptor, tokens, start)
-    streams = ops.expand_streams(ops.embed(step.tokens, weights.embed), config.hc_mult)
+    embedded = model.ranks.all_reduce(ops.embed(step.tokens, weights.embed, model.ranks.first_token))
+    streams = ops.expand_streams(embedded, config.hc_mult)
     between = model.workspace.take(streams.shape, streams.dtype)
     for index, (layer, kind) in enumerate(zip(weights.layers, config.layers, strict=True)):
         with model.workspace.scope("layer"):
@@ -192,7 +196,8 @@ def attention(
     """x [M, D] -> [M, D]: queries over the window and the chosen compressed rows, keys being their own values."""
     ops, config = model.ops, model.config
     angles, eps = step.angles[kind.rope], config.rms_norm_eps
-    heads, width = config.num_attention_heads, config.head_dim
+    heads, width = config.num_attention_heads // model.ranks.size, config.head_dim
+    groups = config.o_groups // model.ranks.size
     both = ops.linear(x, w.wq_a_wkv)
     qr = ops.rms_norm(both[:, : config.q_lora_rank], w.q_norm, eps)
     q = ops.rms_norm(ops.linear(qr, w.wq_b).view(-1, heads, width), None, eps)
@@ -214,8 +219,8 @@ def attention(
         chosen,
     )
     ops.rope(o, angles, True)  # values carry rope, so the output is turned back at the query's position
-    grouped = ops.grouped_linear(o.view(-1, config.o_groups, heads // config.o_groups * width), w.wo_a)
-    return ops.linear(grouped, w.wo_b)
+    grouped = ops.grouped_linear(o.view(-1, groups, heads // groups * width), w.wo_a)
+    return model.ranks.all_reduce(ops.linear(grouped, w.wo_b))
 
 
 def compressed_keys(
@@ -301,7 +306,7 @@ def ffn(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Ten
             shared = ops.linear(shared, w.shared_down)
         routed = routed_experts(model, x, w, step)
         branch.join()
-        return ops.add_rows(routed, shared, x.dtype)
+        return model.ranks.all_reduce(ops.add_rows(routed, shared, x.dtype))
 
 
 def routed_experts(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:

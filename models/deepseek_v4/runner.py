@@ -23,6 +23,7 @@ from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.inputs import V4Inputs
 from halma.models.deepseek_v4.program import Tap, V4Model, decode_step, prefill_step
+from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.rope import rope_frequencies
 from halma.models.deepseek_v4.state import TOKEN_RING, RowFormats, StatePlan, build_state
 from halma.models.deepseek_v4.weights import V4Weights
@@ -83,6 +84,7 @@ class V4Runner:
         backend: where it runs.
         options: see :class:`RunnerOptions`.
         carrier: dtype of activations.
+        ranks: those that share the model; every one of them makes the same steps in the same order.
         tap: watches intermediate values of eager steps (golden cases); forbids graphs.
     """
 
@@ -94,6 +96,7 @@ class V4Runner:
         options: RunnerOptions,
         *,
         carrier: torch.dtype = torch.float32,
+        ranks: Ranks = ONE_RANK,
         tap: Tap | None = None,
     ) -> None:
         if options.max_context > config.max_position_embeddings:
@@ -125,7 +128,7 @@ class V4Runner:
         frequencies = rope_frequencies(config, dtype=carrier, device=device)
         side = backend.device.new_stream("side")
         ops = self._ops(self.workspace)
-        self.model = V4Model(config, weights, state, ops, self.workspace, side, frequencies, carrier, tap)
+        self.model = V4Model(config, weights, state, ops, self.workspace, side, frequencies, carrier, ranks, tap)
         self.inputs = V4Inputs(backend, options.max_requests, options.max_requests * options.chunk)
         self.session = CaptureSession(
             backend,
@@ -135,6 +138,8 @@ class V4Runner:
             strict=options.strict,
             budget=options.budget,
             reserve=options.reserve,
+            agreement=ranks.agreement,
+            arenas=ranks.arenas,
             inputs=self.inputs.read_by,
         )
         self.capacities = doubling(self.plan.page_tokens, self.plan.pages_per_slot * self.plan.page_tokens)
@@ -235,7 +240,8 @@ class V4Runner:
     def step(self, descriptor: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step: a replay if this very descriptor was captured, else eagerly with a recorded reason.
 
-        Returns (next tokens [R], logits [R, V]); both are overwritten by the next step.
+        Returns (next tokens [R], logits [R, V], of several ranks each its own part [R, V/N]); both are overwritten by
+        the next step.
 
         Raises:
             StaleInputError: the inputs that it reads were neither filled nor kept since the last step (G12).
@@ -244,13 +250,14 @@ class V4Runner:
             graph = self.session.find(descriptor)
             if graph is not None:
                 return graph.replay()
-            return eager_step(
-                self._program(descriptor, self.model),
-                self.workspace,
-                self.backend,
-                step=descriptor,
-                inputs=self.inputs.read_by(descriptor),
-            )
+            with self.model.ranks.step(descriptor):
+                return eager_step(
+                    self._program(descriptor, self.model),
+                    self.workspace,
+                    self.backend,
+                    step=descriptor,
+                    inputs=self.inputs.read_by(descriptor),
+                )
 
     def close(self) -> None:
         """Destroy the graphs."""

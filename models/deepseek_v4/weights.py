@@ -114,7 +114,7 @@ class MtpWeights:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class V4Weights:
-    """A whole model, or one rank's part: ``embed [vocab, D]``, ``head [vocab / world, D]``, ``norm [D]``."""
+    """A whole model, or one rank's part: ``embed`` and ``head`` [vocab / world, D], ``norm [D]``."""
 
     embed: Weight
     head: Weight

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halma.cli.output import at_least_one, emit_json, print_table, progress_bar
+from halma.cli.team import Team, assembled
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
 
 if TYPE_CHECKING:
+    from halma.hal.backend import Backend
     from halma.models.deepseek_v4.engine import Engine, Generation, Request
-    from halma.models.deepseek_v4.load import Loaded
+    from halma.models.deepseek_v4.load import Loaded, ModelSource
+    from halma.models.deepseek_v4.ranks import Ranks
+    from halma.models.deepseek_v4.runner import RunnerOptions
 
 
 def generate(
@@ -41,6 +45,9 @@ def generate(
         str | None, typer.Option(help="exact or shipping; by default exact on cpu, shipping elsewhere.")
     ] = None,
     chunk: Annotated[int, typer.Option(help="Most prompt tokens in one step.")] = 64,
+    tp: Annotated[
+        int, typer.Option(help="Ranks that share the model: torchrun --nproc-per-node N -m halma generate --tp N ...")
+    ] = 1,
     graph: Annotated[bool | None, typer.Option(help="Capture and replay; default: HALMA_GRAPH.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the end-of-text token.")] = False,
     stream: Annotated[bool, typer.Option(help="Show text as it comes.")] = True,
@@ -48,8 +55,6 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
 ) -> None:
     """Generate text: from --prompt, --file, or standard input."""
-    import halma
-
     if batch < 1:
         raise RequestError("a batch needs at least one request", asked=f"--batch {batch}", do="--batch 1 or more")
     if max_tokens < 1:
@@ -57,43 +62,97 @@ def generate(
     at_least_one("--chunk", chunk)
     if context is not None:
         at_least_one("--context", context)
-    chosen = halma.backend(backend)  # before torch is imported: a wrong name is answered at once
-    from halma.models.deepseek_v4.engine import Engine
-    from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model, with_need
+    with assembled(tp) as team:
+        # Alone this comes before torch is imported: a wrong name is answered at once.
+        chosen = team.together("the backend", lambda: team.backend(backend))
+        from halma.models.deepseek_v4.load import resolve_model
+
+        source = team.together("the model", lambda: _divisible(resolve_model(model), tp))
+        prompts = team.from_first(
+            "the prompts", lambda: _prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
+        )
+        if len(prompts) == 1:
+            prompts = prompts * batch
+        need = context or max(map(len, prompts)) + max_tokens
+        options = team.together(
+            "the options",
+            lambda: _options(chosen, source, min(batch, len(prompts)), need, chunk, graph, arithmetic),
+        )
+        requests = source.requests(
+            prompts, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
+        )
+        show = _Show(source, stream=stream and not json and team.speaks)
+        result = _generated(team, source, chosen, options, requests, show, silent=json or not team.speaks)
+    if not team.speaks:
+        return
+    if json:
+        emit_json(result)
+    elif table if table is not None else sys.stdout.isatty():
+        _print_summary(result)
+
+
+def _divisible(source: ModelSource, tp: int) -> ModelSource:
+    from halma.models.deepseek_v4.preparation import check_world
+
+    check_world(source.config, tp)
+    return source
+
+
+def _options(
+    backend: Backend,
+    source: ModelSource,
+    at_once: int,
+    need: int,
+    chunk: int,
+    graph: bool | None,
+    arithmetic: str | None,
+) -> RunnerOptions:
+    from halma.models.deepseek_v4.load import default_arithmetic, with_need
     from halma.models.deepseek_v4.runner import RunnerOptions
 
-    source = resolve_model(model)
-    prompts = _prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
-    if len(prompts) == 1:
-        prompts = prompts * batch
     options = RunnerOptions(
-        max_requests=min(batch, len(prompts)),
+        max_requests=at_once,
         chunk=chunk,
         graph=settings().graph if graph is None else graph,
         eager_roles=settings().graph_switch.roles_off,
         checked=settings().checked,
         strict=settings().strict,
-        arithmetic=default_arithmetic(chosen, arithmetic),
+        arithmetic=default_arithmetic(backend, arithmetic),
         environment_routes=settings().routes,
     )
-    options = with_need(options, context or max(map(len, prompts)) + max_tokens, source.config)
-    requests = source.requests(
-        prompts, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
-    )
-    with progress_bar("loading", disable=json) as loading:
-        loaded = load_v4(source, chosen, options, progress=loading)
-    for note in loaded.notes:
-        print(f"halma: note: {note}", file=sys.stderr)
-    show = _Show(loaded, stream=stream and not json)
-    engine = Engine(loaded.runner, on_token=show.token)
-    generations = [engine.submit(request) for request in requests]
-    run = _run(engine, loaded, requests, show_progress=not json)
-    show.rest(generations)
-    result = _result(loaded, engine, generations, run)
-    if json:
-        emit_json(result)
-    elif table if table is not None else sys.stdout.isatty():
-        _print_summary(result)
+    return with_need(options, need, source.config)
+
+
+def _generated(
+    team: Team,
+    source: ModelSource,
+    backend: Backend,
+    options: RunnerOptions,
+    requests: list[Request],
+    show: _Show,
+    *,
+    silent: bool,
+) -> dict[str, Any]:
+    """Load, run, report: on every rank. Their requests are the same, so all that they decide is."""
+    from halma.models.deepseek_v4.engine import Engine
+    from halma.models.deepseek_v4.load import load_v4
+
+    with team.divided(source.config, backend, options) as ranks:
+        with progress_bar("loading", disable=silent) as loading:
+            loaded = team.together("loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading))
+        for note in loaded.notes if team.speaks else ():
+            print(f"halma: note: {note}", file=sys.stderr)
+        engine = Engine(loaded.runner, on_token=show.token)
+        generations = team.together("the requests", lambda: [engine.submit(request) for request in requests])
+        run = _run(team, engine, loaded, requests, silent=silent)
+        show.rest(generations)
+        tokens = [(generation.tokens, generation.finish) for generation in generations]
+        team.together("the tokens", lambda: ranks.require_same("their tokens", tokens))
+        result = _result(loaded, engine, generations, run)
+        if team.size > 1:
+            result["tensor_parallel"] = _parallel(team, ranks, loaded)
+        loaded.runner.close()
+    return result
 
 
 @dataclass(frozen=True)
@@ -157,8 +216,8 @@ def _decode(data: bytes, where: str) -> str:
 class _Show:
     """Streams the first request; the others are shown whole at the end."""
 
-    def __init__(self, loaded: Loaded, *, stream: bool) -> None:
-        self._codec = loaded.codec
+    def __init__(self, source: ModelSource, *, stream: bool) -> None:
+        self._codec = source.codec_or_none
         self._stream = stream
         self._streams: dict[int, Any] = {}
 
@@ -186,12 +245,16 @@ class _Show:
         sys.stdout.flush()
 
 
-def _run(engine: Engine, loaded: Loaded, requests: list[Request], *, show_progress: bool) -> _Run:
+def _run(team: Team, engine: Engine, loaded: Loaded, requests: list[Request], *, silent: bool) -> _Run:
     variants = sorted({"sample" if request.temperature > 0 else "greedy" for request in requests})
     descriptors = loaded.runner.descriptors(variants)
-    with progress_bar("capturing", total=len(descriptors), disable=not show_progress) as capturing:
+    with progress_bar("capturing", total=len(descriptors), disable=silent) as capturing:
         done = itertools.count(1)
-        loaded.runner.prepare(descriptors, progress=lambda d: capturing(next(done), len(descriptors), str(d)))
+
+        def progress(descriptor: object) -> None:
+            capturing(next(done), len(descriptors), str(descriptor))
+
+        team.together("capturing", lambda: loaded.runner.prepare(descriptors, progress=progress))
     begin = time.perf_counter()
     engine.step()
     first = time.perf_counter()
@@ -236,6 +299,25 @@ def _result(loaded: Loaded, engine: Engine, generations: list[Generation], run: 
     }
 
 
+def _parallel(team: Team, ranks: Ranks, loaded: Loaded) -> dict[str, Any]:
+    """How the model is divided, and what a decode step exchanges and how."""
+    from halma.hal.decisions import decisions
+
+    runner, config = loaded.runner, loaded.config
+    mine = {"weights": loaded.weight_bytes, "state": runner.model.state.nbytes, "arena": ranks.nbytes}
+    nbytes = runner.options.max_requests * config.hidden_size * runner.model.carrier.itemsize
+    made = [decision for decision, _ in decisions.all("collective")]
+    reduced = f"all_reduce of {nbytes} bytes"
+    return {
+        "size": team.size,
+        "rank_memory_bytes": team.ranks.exchange("the report", mine),
+        "all_reduces_per_step": 2 * config.num_hidden_layers + 1,
+        "all_reduce_bytes": nbytes,
+        "all_reduce_algorithm": next((one.chosen for one in made if one.subject.startswith(reduced)), "none was made"),
+        "collectives": [{"call": one.subject, "algorithm": one.chosen, "why": one.reason} for one in made],
+    }
+
+
 def _print_summary(result: dict[str, Any]) -> None:
     memory, graphs = result["memory_bytes"], result["graphs"]
     rows = [
@@ -254,4 +336,12 @@ def _print_summary(result: dict[str, Any]) -> None:
         ),
         ("memory", ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in memory.items())),
     ]
+    parallel = result.get("tensor_parallel")
+    if parallel is not None:
+        each = [f"{one['weights'] / 2**20:.1f} + {one['state'] / 2**20:.1f}" for one in parallel["rank_memory_bytes"]]
+        way = f"{parallel['all_reduces_per_step']} of {parallel['all_reduce_bytes']} bytes a step"
+        rows += [
+            ("ranks", f"{parallel['size']}: weights and state {', '.join(each)} MiB"),
+            ("all-reduces", f"{way}, by {parallel['all_reduce_algorithm']}"),
+        ]
     print_table(("", ""), rows)

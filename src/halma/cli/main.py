@@ -10,9 +10,7 @@ import functools
 import inspect
 import logging
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -25,6 +23,7 @@ from halma.cli.conformance import conformance
 from halma.cli.doctor import doctor
 from halma.cli.explain import explain
 from halma.cli.generate import generate
+from halma.cli.output import print_refusal
 from halma.cli.verify import verify
 from halma.hal.errors import HalmaError
 from halma.hal.settings import refuse_unknown, settings
@@ -52,8 +51,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except HalmaError as error:
-        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        print(shown(f"halma: {error}", width), file=sys.stderr)
+        print_refusal(f"halma: {error}")
         code = REFUSED
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -63,18 +61,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         code = BROKEN_PIPE
     return code
-
-
-def shown(message: str, width: int | None) -> str:
-    """A refusal folded under its labels; None is no terminal, where every line stays one line."""
-    if width is None:
-        return message
-    indent = " " * len("  found: ")
-    folded = (
-        textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
-        for line in message.splitlines()
-    )
-    return "\n".join(line for lines in folded for line in lines)
 
 
 def _ends_cleanly(command: Callable[..., None]) -> Callable[..., None]:

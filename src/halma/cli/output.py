@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +34,24 @@ def at_least_one(option: str, value: int) -> None:
         raise RequestError(
             f"{option} takes a number from 1 on", asked=f"{option} {value}", found=f"{value} is below 1", do="1 or more"
         )
+
+
+def shown(message: str, width: int | None) -> str:
+    """A refusal folded under its labels; None is no terminal, where every line stays one line."""
+    if width is None:
+        return message
+    indent = " " * len("  found: ")
+    folded = (
+        textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+        for line in message.splitlines()
+    )
+    return "\n".join(line for lines in folded for line in lines)
+
+
+def print_refusal(message: str) -> None:
+    """Print it on standard error, folded to a terminal."""
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    print(shown(message, width), file=sys.stderr, flush=True)
 
 
 def emit_json(document: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from halma.cli import main
-from halma.cli.main import shown
+from halma.cli.output import shown
 from tests.cpu.cli.conftest import Halma
 
 CAPTURE = ("capture", "--backend", "cpu", "--max-requests", "2", "--context", "200", "--chunk", "8")

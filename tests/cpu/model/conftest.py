@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from halma.hal.testing.ranks import RankPools
 from halma.models.deepseek_v4 import loader
+
+
+@pytest.fixture(scope="session")
+def all_ranks() -> Iterator[RankPools]:
+    """Processes that share a model, by how many they are."""
+    pools = RankPools("cpu")
+    yield pools
+    pools.close()
 
 
 @pytest.fixture

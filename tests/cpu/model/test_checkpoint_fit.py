@@ -10,7 +10,8 @@ import torch
 
 from halma.hal.errors import ModelError
 from halma.models.deepseek_v4.checkpoint import LoadOptions, load_checkpoint, load_source, weight_sizes
-from halma.models.deepseek_v4.presets import tiny_directory, v4_flash
+from halma.models.deepseek_v4.preparation import worlds
+from halma.models.deepseek_v4.presets import tiny_directory, tiny_v4, v4_flash, v4_pro
 from halma.models.deepseek_v4.sizing import MemoryLimit, check_fit, host_limits
 from halma.models.deepseek_v4.sources import DictSource
 from halma.models.deepseek_v4.synthetic import SyntheticSource, small_config, synthetic_tensors
@@ -27,7 +28,8 @@ def test_options_out_of_range():
 def test_a_world_that_does_not_divide_the_model():
     with pytest.raises(ModelError, match="cannot be divided") as error:
         weight_sizes(small_config(), LoadOptions(world=4))
-    assert error.value.found == ("o_groups = 2", "vocab_size = 199") and "at most o_groups = 2" in error.value.do[0]
+    assert error.value.found == ("o_groups = 2, which 4 does not divide", "vocab_size = 199, which 4 does not divide")
+    assert error.value.do == ("numbers of ranks that divide all of them: 1",)
     assert weight_sizes(small_config(vocab_size=200), LoadOptions(world=2)).weights > 0
 
 
@@ -109,3 +111,8 @@ def test_only_the_limits_that_are_too_small_are_named():
     with pytest.raises(ModelError) as error:
         check_fit({"weights": 10, "state": 1}, limits, asked="x")
     assert [line for line in error.value.found if line.startswith(("a:", "b:"))] == ["a: 10 bytes"]
+
+
+def test_the_numbers_of_ranks_of_known_models():
+    assert worlds(v4_flash()) == worlds(small_config(vocab_size=200, num_attention_heads=8, o_groups=8)) == [1, 2, 4, 8]
+    assert worlds(v4_pro()) == [1, 2, 4, 8, 16] and worlds(tiny_v4()) == [1, 2] and worlds(small_config()) == [1]

@@ -27,27 +27,23 @@ def rows(*parts: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dequantised", [True, False])
-@pytest.mark.parametrize("split_shared", [True, False])
-def test_ranks_hold_slices_that_make_up_the_whole(dequantised: bool, split_shared: bool):
+def test_ranks_hold_slices_that_make_up_the_whole(dequantised: bool):
     # Intermediate width 320 / 2 = 160: blocks of 32 stay whole, blocks of 128 (shared expert) are cut.
     config = small_config(vocab_size=200, moe_intermediate_size=320, o_lora_rank=128)
     source = SyntheticSource(config)
     whole = load_source(config, source).weights
-    parts = [
-        load_source(config, source, LoadOptions(dequantise=dequantised, rank=r, world=2, split_shared=split_shared))
-        for r in range(2)
-    ]
+    parts = [load_source(config, source, LoadOptions(dequantise=dequantised, rank=r, world=2)) for r in range(2)]
 
     def plain(name: str) -> list[torch.Tensor]:
         return [dequantise(matrices(part.weights)[name], torch.float32).data for part in parts]
 
     for name, weight in matrices(whole).items():
         a, b = plain(name)
-        if name in ("wq_b", "wo_a", "head"):
+        if name in ("wq_b", "wo_a", "embed", "head"):
             assert torch.equal(rows(a, b), weight.data), name
-        elif name in ("wo_b", "down") or (name == "shared_down" and split_shared):
+        elif name in ("wo_b", "down", "shared_down"):
             assert torch.equal(torch.cat([a, b], dim=-1), weight.data), name
-        elif name == "gate_up" or (name == "shared_gate_up" and split_shared):
+        elif name in ("gate_up", "shared_gate_up"):
             (gate_a, up_a), (gate_b, up_b) = a.chunk(2, dim=-2), b.chunk(2, dim=-2)
             assert torch.equal(rows(gate_a, gate_b, up_a, up_b), weight.data), name
         else:
@@ -56,7 +52,7 @@ def test_ranks_hold_slices_that_make_up_the_whole(dequantised: bool, split_share
     formats = {name: weight.format for name, weight in matrices(parts[0].weights).items()}
     assert formats["gate_up"] == formats["down"] == ("plain" if dequantised else "fp4_block32")
     assert formats["wq_b"] == formats["wo_b"] == ("plain" if dequantised else "fp8_block128")
-    assert formats["shared_down"] == ("plain" if dequantised or split_shared else "fp8_block128")
+    assert formats["shared_down"] == "plain"  # its blocks of 128 are cut
 
 
 def test_a_rank_reads_only_its_part(tmp_path: Path):
