@@ -6,7 +6,8 @@ A session says what is captured; here is how. Nothing here is kept but what :cla
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -74,8 +75,41 @@ class Stages:
         self.inputs_of = inputs_of
         self.mode = mode
         self.meter = Meter(exact=backend.capabilities.memory_info_exact is True)
+        self.primed: int | None = None
+        """Bytes of the graphs' pool after priming; None before, and where the backend has no such pool."""
         self._pooled = cast("Backend", PooledBackend(backend, executables))
         self._most_segments = 1
+        self._primers: list[Entry] = []
+
+    def prime_with(self, largest_first: Iterable[Entry]) -> None:
+        """Before the first capture, capture the first entry of each role and variant once, and throw it away."""
+        kinds = {(entry.descriptor.role, entry.descriptor.variant): entry for entry in reversed(list(largest_first))}
+        self._primers = list(kinds.values())
+
+    def pool_bytes(self) -> int:
+        """Bytes of the pool that the session's graphs share beside the workspace."""
+        return self.backend.graphs.pool_bytes(self.workspace) or 0
+
+    def _prime(self) -> None:
+        """Let what ops allocate themselves take its memory now, so that no later capture makes the pool grow (G10).
+
+        An error is left to the capture of that descriptor, which will meet it again and say whose it is.
+        """
+        primers, self._primers = self._primers, []
+        if not primers or self.backend.graphs.pool_bytes(self.workspace) is None:
+            return
+        for entry in primers:
+            graph = self._graph(entry)
+            self.workspace.start()
+            with suppress(Exception), GraphCaptureScope(graph, self.workspace, mode=self.mode):
+                graph.set_outputs(entry.program())
+            graph.reset()
+        self.primed = self.pool_bytes()
+
+    def _graph(self, entry: Entry) -> BreakableGraph:
+        graph = BreakableGraph(self._pooled, str(entry.descriptor))
+        graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
+        return graph
 
     def plan(self, entry: Entry) -> None:
         """Show the workspace every take. A backend that has to run the program for that has warmed it up, too."""
@@ -114,6 +148,7 @@ class Stages:
             return refusal
         if not entry.warm:
             self.plan(entry)
+        self._prime()
         # Work of the warm-up that still runs when recording begins would be part of neither.
         device.synchronize()
         return ""
@@ -122,8 +157,7 @@ class Stages:
         """Capture. Returns why the graph must go again, or nothing."""
         device = self.backend.device
         before = device.memory_info()
-        graph = entry.graph = BreakableGraph(self._pooled, str(entry.descriptor))
-        graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
+        graph = entry.graph = self._graph(entry)
         self.workspace.start()
         with GraphCaptureScope(graph, self.workspace, mode=self.mode):
             graph.set_outputs(entry.program())

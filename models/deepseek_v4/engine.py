@@ -264,7 +264,7 @@ class Engine:
         while len(self._behind) > keep:
             generations, event = self._behind.popleft()
             event.synchronize()
-            ring = self.runner.model.state.ring
+            ring = self.runner.ring
             for generation in generations:
                 if generation.done:
                     continue  # it ended a step ago: this token is the one too many
