@@ -32,15 +32,11 @@ def include_directories() -> tuple[str, ...]:
     """Where CUDA's own headers are: beside the compiler's wheel, then ``CUDA_HOME`` or ``CUDA_PATH``."""
     found: list[str] = []
     try:
-        from cuda import pathfinder  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-
-        locate = getattr(pathfinder, "find_nvidia_header_directory", None)
-        for library in ("cudart", "cccl") if locate is not None else ():
-            path = locate(library)
-            if path:
-                found.append(str(path))
+        from cuda.pathfinder import find_nvidia_header_directory  # pyright: ignore[reportMissingImports]
     except ImportError:
         pass
+    else:
+        found += [str(path) for path in map(find_nvidia_header_directory, ("cudart", "cccl")) if path]
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         root = os.environ.get(variable)
         if root and os.path.isdir(os.path.join(root, "include")):

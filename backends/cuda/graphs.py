@@ -8,6 +8,7 @@ destroyed, which torch's object cannot.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from halma.backends.cpu.modes import entered
 from halma.backends.cuda import driver
 from halma.backends.cuda.device import CudaDevice, CudaState, CudaStream, own_stream, set_current
 from halma.backends.cuda.faults import translated
-from halma.backends.cuda.pools import GraphPool, bury, clear_graveyard, pool_bytes, pool_of
+from halma.backends.cuda.pools import GraphPool, bury, clear_graveyard, forget_pool, pool_bytes, pool_of
 from halma.backends.cuda.watch import CaptureWatch
 from halma.hal.backend import GraphCounts, GraphNode, PoolUse, Stream
 from halma.hal.errors import CaptureError
@@ -34,6 +35,9 @@ from halma.hal.graph.current import (
     set_current_recorder,
 )
 from halma.hal.workspace import Workspace
+
+_MODE = "thread_local"
+"""Calls of other threads do not break a capture."""
 
 _NO_WORK = frozenset({"EMPTY", "WAIT_EVENT", "EVENT_RECORD", "MEM_ALLOC", "MEM_FREE"})
 
@@ -72,6 +76,7 @@ class _Segment:
         self.home = home
         self.device = device
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self.workspace = workspace
         self.pool = pool_of(workspace)
         self.failure: BaseException | None = None
         self.streams: set[int] = set()
@@ -177,8 +182,9 @@ class CudaGraphs:
             undo.callback(close_capture)
             queue = undo.enter_context(self._device.standing_in(home))
             try:
-                segment.graph.capture_begin(pool=segment.pool.id, capture_error_mode="thread_local")
+                segment.graph.capture_begin(pool=segment.pool.id, capture_error_mode=_MODE)
             except RuntimeError as error:
+                _condemn(segment)
                 raise translated(error, f"begin() on stream {home.name!r}") from error
             segment.streams.add(queue.cuda_stream)
             self._state.segment = segment
@@ -222,9 +228,11 @@ class CudaGraphs:
             segment.modes.close()
             set_current(segment.home.queue)  # an error inside `with side:` of torch's own may have left another
             try:
-                segment.graph.capture_end()
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # the layer has its own rule (G23)
+                    segment.graph.capture_end()
             except BaseException:
-                _settle_allocator(segment)
+                _condemn(segment)
                 raise
 
     def abandon(self, stream: Stream) -> None:
@@ -341,17 +349,20 @@ class CudaGraphs:
             yield counter.counts
 
 
-def _settle_allocator(segment: _Segment) -> None:
-    """After a failed end: torch leaves its allocator recording into the pool, and a reference of the pool taken."""
-    _unended.append(segment.graph)
-    with contextlib.suppress(Exception):  # the first fails where torch had come further: then nothing is left to do
+def _condemn(segment: _Segment) -> None:
+    """After a begin or end that failed: torch's allocators may go on recording into the pool.
+
+    torch 2.11 stops neither of them then, and refuses a second capture into the pool ("already recording"). So the
+    device's is stopped here, and the pool and the graph, which both allocators go on asking whether a stream is
+    theirs, are kept for ever; later captures on the workspace get a pool of their own.
+    """
+    _condemned.append((segment.graph, segment.pool))
+    forget_pool(segment.workspace)
+    with contextlib.suppress(Exception):
         torch._C._cuda_endAllocateToPool(segment.device, segment.pool.id)
-        torch._C._cuda_releasePool(segment.device, segment.pool.id)
 
 
-_unended: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture could not be ended. Torch's allocator of pinned memory goes on asking them whether a stream is
-theirs, so they must never die (a few hundred bytes each)."""
+_condemned: list[tuple[torch.cuda.CUDAGraph, GraphPool]] = []
 
 
 def _bury_handle(handle: Any) -> None:

@@ -20,11 +20,11 @@ class GraphPool:
     """A pool of torch's caching allocator, private to captures."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.MemPool()
+        self._pool: Any = torch.cuda.MemPool()
         weakref.finalize(self, bury, self._pool).atexit = False
 
     @property
-    def id(self) -> tuple[int, int]:
+    def id(self) -> Any:
         """What ``CUDAGraph.capture_begin`` takes."""
         return self._pool.id
 
@@ -57,6 +57,11 @@ def pool_of(workspace: Workspace) -> GraphPool:
     if pool is None:
         pool = _pools[workspace] = GraphPool()
     return pool
+
+
+def forget_pool(workspace: Workspace) -> None:
+    """Let the next capture on ``workspace`` make a pool of its own; graphs that use the old one keep it."""
+    _pools.pop(workspace, None)
 
 
 def pool_bytes(workspace: Workspace) -> int:
