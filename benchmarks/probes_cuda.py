@@ -178,6 +178,15 @@ def _old_event(x: Any) -> None:
     torch.cuda.current_stream().wait_event(event)
 
 
+@illegal("destroying another graph")
+def _destroy(x: Any) -> None:
+    others.clear()
+
+
+others: list[Any] = []
+"""Graphs captured before the capture of a case."""
+
+
 def in_thread(work: Callable[[], object]) -> str:
     """What ``work`` raises on another thread."""
     answer = ["nothing raised"]
@@ -208,6 +217,12 @@ def one_error(name: str) -> Iterator[tuple[str, str]]:
     """One case of probe 1, in a process of its own."""
     import torch
 
+    if name == "destroying another graph":
+        with capturing() as other:
+            torch.ones(4, device="cuda").add_(1.0)
+            other.capture_end()
+        others.append(other)
+        del other
     if name in ILLEGAL:
         yield from ((f"{name}: {where}", answer) for where, answer in attempt(ILLEGAL[name]))
     elif name == "default stream":
@@ -300,10 +315,11 @@ def accelerator() -> Iterator[tuple[str, str]]:
 def weak_inputs() -> Iterator[tuple[str, str]]:
     import torch
 
-    x, pool, stream = torch.ones(1 << 16, device="cuda"), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    x, stream, alive = torch.ones(1 << 16, device="cuda"), torch.cuda.Stream(), list[Any]()
     stream.wait_stream(torch.cuda.current_stream())
     for keep in (False, True):
-        graph, other = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        graph, other, pool = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        alive += [graph, other]
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             between: Any = x * 2.0
@@ -475,7 +491,9 @@ def grad_modes() -> Iterator[tuple[str, str]]:
     import torch
 
     modes = {"no_grad": torch.no_grad, "enable_grad": torch.enable_grad, "inference_mode": torch.inference_mode}
+    graph, alive = None, list[Any]()
     for name, mode in modes.items():
+        alive.append(graph)  # a graph that dies amid the next capture breaks it: probe 1
         x = torch.zeros(4, device="cuda")
         with mode(), capturing() as graph:
             x.add_(1.0)

@@ -49,6 +49,7 @@ class CaptureWatch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        func, args = _number_filled(func, args)
         rule = rule_of(func)
         if rule.kind in (Kind.NOW, Kind.CONSTANT):  # views, and values that stay on the host
             return func(*args, **kwargs)
@@ -109,7 +110,7 @@ class CaptureWatch(DispatchMode):
                 self._refuse("a copy to the host reads the device", _KEEP)
         elif func is torch.ops.aten.copy_.default:
             into, source = args[:2]
-            if into.is_cuda and source.is_cpu and source.numel() > 1 and not source.is_pinned():
+            if into.is_cuda and source.is_cpu and source.numel() and not source.is_pinned():
                 self._refuse("a copy of pageable host memory into the device is not capturable", _PINNED, reads=False)
             if into.is_cpu and source.is_cuda and not into.is_pinned():
                 self._refuse("a copy to the host reads the device", _KEEP)
@@ -171,6 +172,14 @@ class CaptureWatch(DispatchMode):
         """A kernel of this backend was launched into the capture; part of an opaque node it is no node of its own."""
         if not self._quiet:
             self.nodes.append(GraphNode(name, tuple(parameters), program_line(), self._workspace.in_op == 0))
+
+
+def _number_filled(func: Overload, args: Any) -> tuple[Overload, Any]:
+    """``x[index] = 2.0`` copies a scalar of the host, which no capture allows; as a fill its number is baked in."""
+    if func is torch.ops.aten.copy_.default and args[0].is_cuda and args[1].is_cpu and args[1].dim() == 0:
+        if not args[1].is_pinned():
+            return torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
+    return func, args
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -77,6 +77,9 @@ class Stages:
         self.meter = Meter(exact=backend.capabilities.memory_info_exact is True)
         self.primed: int | None = None
         """Bytes of the graphs' pool after priming; None before, and where the backend has no such pool."""
+        self.free_fell = 0
+        """Bytes by which the device's free memory fell during captures: in the driver's steps, and other processes'
+        too, so nothing is decided by it."""
         self._pooled = cast("Backend", PooledBackend(backend, executables))
         self._most_segments = 1
         self._primers: list[Entry] = []
@@ -164,6 +167,7 @@ class Stages:
         after = device.memory_info()
         entry.outcome = graph.outcome
         entry.bytes = self.meter.charge(before, after)
+        self.free_fell += before.free - after.free
         self._most_segments = max(self._most_segments, len(graph.segments))
         refusal = self.budget.refusal(held=held + entry.bytes, predicted=0, memory=after)
         return f"it took {entry.bytes:,} bytes: {refusal}" if refusal else ""

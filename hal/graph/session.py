@@ -335,6 +335,7 @@ class CaptureSession:
             workspace_bytes=self.workspace.report().total,
             graph_bytes=sum(entry.bytes for entry in self._entries.values()),
             measured=self._stages.meter.exact,
+            free_fell=self._stages.free_fell,
             pool_bytes=self._stages.pool_bytes(),
             pool_growth=0 if self._stages.primed is None else self._stages.pool_bytes() - self._stages.primed,
             allocating=_allocating(self._entries.values(), self.backend),

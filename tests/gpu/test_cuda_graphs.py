@@ -68,7 +68,6 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "repeat": lambda x: torch.repeat_interleave(x.long()),
     "unique": lambda x: x.unique(),
     "copy": lambda x: torch.empty(4).copy_(x),
-    "print": lambda x: str(x),
 }
 
 
@@ -136,6 +135,15 @@ def test_an_error_that_only_the_driver_saw_fails_the_capture_with_its_code(backe
         captured(backend, program, workspace, into=graph)
     assert "driver error 90" in str(caught.value) and graph.outcome is Outcome.FAILED
     torch.cuda.synchronize()
+    assert captured(backend, plain(x), workspace, into=graph).replay().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_error_past_the_dispatcher_is_kept_and_the_stream_stays_usable(backend: Backend) -> None:
+    x, graph = numbers(backend, 4), BreakableGraph(backend)
+    workspace = planned(backend, plain(x))
+    with pytest.raises(RuntimeError, match="stream is capturing") as caught:  # printing takes all modes off
+        captured(backend, lambda _: str(x), workspace, into=graph)
+    assert graph.outcome is Outcome.FAILED and graph.error is caught.value
     assert captured(backend, plain(x), workspace, into=graph).replay().tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
