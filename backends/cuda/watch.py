@@ -176,9 +176,11 @@ class CaptureWatch(DispatchMode):
 
 def _number_filled(func: Overload, args: Any) -> tuple[Overload, Any]:
     """``x[index] = 2.0`` copies a scalar of the host, which no capture allows; as a fill its number is baked in."""
-    if func is torch.ops.aten.copy_.default and args[0].is_cuda and args[1].is_cpu and args[1].dim() == 0:
-        if not args[1].is_pinned():
-            return torch.ops.aten.fill_.Scalar, (args[0], args[1].item())
+    if func is not torch.ops.aten.copy_.default:
+        return func, args
+    into, source = args[:2]
+    if into.is_cuda and source.is_cpu and source.dim() == 0 and not source.is_pinned():
+        return torch.ops.aten.fill_.Scalar, (into, source.item())
     return func, args
 
 
