@@ -92,11 +92,12 @@ class CudaStream:
         torch: the stream itself; work goes to :attr:`queue`.
     """
 
-    __slots__ = ("__weakref__", "_device", "_name", "state", "torch")
+    __slots__ = ("__weakref__", "_device", "_handle", "_name", "state", "torch")
 
     def __init__(self, state: CudaState, name: str, device: CudaDevice, stream: torch.cuda.Stream) -> None:
         self.state = state
         self.torch = stream
+        self._handle: int = stream.cuda_stream
         self._name = name
         self._device = device
 
@@ -121,18 +122,18 @@ class CudaStream:
     @property
     def handle(self) -> int:
         """The ``cudaStream_t`` of :attr:`queue`."""
-        return self.queue.cuda_stream
+        return self._handle if self.state.stand_in is None else self.queue.cuda_stream  # every launch asks
 
     @property
     def is_default(self) -> bool:
         """Whether it is the legacy default stream, which the driver cannot capture."""
-        return self.torch.cuda_stream == 0
+        return self._handle == 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and self.torch == other.torch
 
     def __hash__(self) -> int:
-        return hash(self.torch.cuda_stream)
+        return hash(self._handle)
 
     def __repr__(self) -> str:
         return f"CudaStream({self._name!r})"
