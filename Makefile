@@ -30,7 +30,7 @@ help:
 	@echo "make nightly  the slow rows"
 	@echo "make mutants  take each guard away and see its test go red: make mutants MUTANTS='--only G12 --output FILE.md'"
 	@echo "make bench    benchmarks on the CPU"
-	@echo "make gpu      tests/gpu, on a machine with a GPU: make gpu BACKEND=cuda"
+	@echo "make gpu      tests/gpu and the conformance suite, on a machine with a GPU: make gpu BACKEND=cuda"
 	@echo "make clean    remove .venv and caches"
 
 $(VENV)/bin/python:
@@ -84,7 +84,7 @@ bench: $(DEV)
 
 BACKEND ?= cuda
 gpu: $(DEV)
-	$(BIN)/python -m pytest tests/gpu --halma-backend $(BACKEND) --halma-require-backend $(BACKEND)
+	$(BIN)/python -m pytest tests/gpu src/halma/hal/testing/conformance --halma-backend $(BACKEND) --halma-require-backend $(BACKEND)
 
 clean:
 	rm -rf $(VENV) .nox .halma build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/halma.egg-info

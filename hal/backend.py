@@ -149,6 +149,10 @@ class MemoryPart(Protocol):
         """Host memory that the device can read and write asynchronously, at the tensor's own address."""
         ...
 
+    def on_device(self, pinned: torch.Tensor) -> torch.Tensor:
+        """The same memory as a tensor of the device, for its kernels to write what the host reads; keeps it alive."""
+        ...
+
     def not_exportable(self) -> str | None:
         """Why device memory of this process cannot be given to peers, or None (A8). Asked before a plan is kept."""
         ...
@@ -194,6 +198,15 @@ class GraphCounts:
     allocations: int = 0
     fallback_bytes: int = 0
     """Bytes taken from the workspace on behalf of ops without an out-variant."""
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """A result that an op made in the pool that captures share, because no place was given for it (G10)."""
+
+    op: str
+    nbytes: int
+    where: str
 
 
 class GraphPart(Protocol):
@@ -246,6 +259,15 @@ class GraphPart(Protocol):
 
     def counts(self, template: Any) -> GraphCounts:
         """What the template does, counted."""
+        ...
+
+    def pool_bytes(self, workspace: Workspace) -> int | None:
+        """Bytes of the pool that captures on ``workspace`` share for what ops allocate themselves; None: there is
+        none, because every result is placed in the workspace."""
+        ...
+
+    def pool_uses(self, template: Any) -> Sequence[PoolUse]:
+        """The results in that pool, in the program's order."""
         ...
 
     def counting(self) -> AbstractContextManager[Callable[[], GraphCounts]]:

@@ -15,7 +15,7 @@ from halma.backends.cpu.recorder import Recorder, recording, resized
 from halma.backends.cpu.results import FallbackUse
 from halma.backends.cpu.streams import CpuStream, StreamState, own_stream
 from halma.backends.cpu.tape import Executable, Held, Template
-from halma.hal.backend import GraphCounts, GraphNode, Stream
+from halma.hal.backend import GraphCounts, GraphNode, PoolUse, Stream
 from halma.hal.errors import CaptureError
 from halma.hal.graph.current import (
     close_capture,
@@ -244,6 +244,14 @@ class CpuGraphs:
     def held(self, template: Template) -> Held:
         """Memory that the template keeps alive."""
         return template.held()
+
+    def pool_bytes(self, workspace: Workspace) -> int | None:
+        """None: results that nobody placed lie in the workspace."""
+        return None
+
+    def pool_uses(self, template: Template) -> Sequence[PoolUse]:
+        """None at all."""
+        return ()
 
     @contextlib.contextmanager
     def counting(self) -> Generator[Callable[[], GraphCounts]]:

@@ -13,7 +13,8 @@ from halma.hal import workspace
 _HAL = os.path.dirname(workspace.__file__) + os.sep
 # What stands between a program and its work: the call of an op, a break, the poison of a scope that closes.
 _BETWEEN = tuple(_HAL + part for part in ("dispatch.py", "graph" + os.sep, "workspace"))
-_OURS = (*[os.path.dirname(path) + os.sep for path in (torch.__file__, __file__)], *_BETWEEN)
+_BACKENDS = os.path.dirname(os.path.dirname(__file__))
+_OURS = (os.path.dirname(torch.__file__) + os.sep, _BACKENDS + os.sep, *_BETWEEN)
 _PYTHONS = os.path.dirname(contextlib.__file__) + os.sep
 
 

@@ -71,6 +71,10 @@ class CpuMemory:
         """As :meth:`empty`."""
         return self.empty(shape, dtype)
 
+    def on_device(self, pinned: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return pinned
+
     def not_exportable(self) -> str | None:
         """Why this system has no memory that peers can map, or None."""
         if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):

@@ -6,7 +6,8 @@ A session says what is captured; here is how. Nothing here is kept but what :cla
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -79,8 +80,46 @@ class Stages:
         self.mode = mode
         self.arenas = arenas
         self.meter = Meter(exact=backend.capabilities.memory_info_exact is True)
+        self.primed: int | None = None
+        """Bytes of the graphs' pool after priming; None before, and where the backend has no such pool."""
+        self.free_fell = 0
+        """Bytes by which the device's free memory fell during captures: in the driver's steps, and other processes'
+        too, so nothing is decided by it."""
         self._pooled = cast("Backend", PooledBackend(backend, executables))
         self._most_segments = 1
+        self._primers: list[Entry] = []
+
+    def prime_with(self, largest_first: Iterable[Entry]) -> None:
+        """Before the first capture, capture the first entry of each role and variant once, and throw it away."""
+        kinds = {(entry.descriptor.role, entry.descriptor.variant): entry for entry in reversed(list(largest_first))}
+        self._primers = list(kinds.values())
+
+    def pool_bytes(self) -> int:
+        """Bytes of the pool that the session's graphs share beside the workspace."""
+        return self.backend.graphs.pool_bytes(self.workspace) or 0
+
+    def _prime(self) -> None:
+        """Let what ops allocate themselves take its memory now, so that no later capture makes the pool grow (G10).
+
+        An error is left to the capture of that descriptor, which will meet it again and say whose it is.
+        """
+        primers, self._primers = self._primers, []
+        if not primers or self.backend.graphs.pool_bytes(self.workspace) is None:
+            return
+        for entry in primers:
+            graph = self._graph(entry)
+            self.workspace.start()
+            with suppress(Exception), self.arenas.recording(entry.descriptor):
+                with GraphCaptureScope(graph, self.workspace, mode=self.mode):
+                    graph.set_outputs(entry.program())
+            graph.reset()
+            self.arenas.give_back(entry.descriptor)
+        self.primed = self.pool_bytes()
+
+    def _graph(self, entry: Entry) -> BreakableGraph:
+        graph = BreakableGraph(self._pooled, str(entry.descriptor))
+        graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
+        return graph
 
     def plan(self, entry: Entry) -> None:
         """Show the workspace every take. A backend that has to run the program for that has warmed it up, too."""
@@ -123,6 +162,7 @@ class Stages:
             return refusal
         if not entry.warm:
             self.plan(entry)
+        self._prime()
         # Work of the warm-up that still runs when recording begins would be part of neither.
         device.synchronize()
         return ""
@@ -131,8 +171,7 @@ class Stages:
         """Capture. Returns why the graph must go again, or nothing."""
         device = self.backend.device
         before = device.memory_info()
-        graph = entry.graph = BreakableGraph(self._pooled, str(entry.descriptor))
-        graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
+        graph = entry.graph = self._graph(entry)
         if self.arenas:
             graph.refuse_replay = partial(self.arenas.refuse_replay, entry.descriptor)
         self.workspace.start()
@@ -141,6 +180,7 @@ class Stages:
         after = device.memory_info()
         entry.outcome = graph.outcome
         entry.bytes = self.meter.charge(before, after)
+        self.free_fell += before.free - after.free
         self._most_segments = max(self._most_segments, len(graph.segments))
         refusal = self.budget.refusal(held=held + entry.bytes, predicted=0, memory=after)
         return f"it took {entry.bytes:,} bytes: {refusal}" if refusal else ""

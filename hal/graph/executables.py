@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from halma.hal.backend import Backend, GraphCounts, GraphNode, GraphPart, Stream
+from halma.hal.backend import Backend, GraphCounts, GraphNode, GraphPart, PoolUse, Stream
 from halma.hal.errors import CaptureError
 from halma.hal.workspace import Workspace
 
@@ -155,6 +155,12 @@ class PooledGraphs:
 
     def counts(self, template: Any) -> GraphCounts:
         return self._graphs.counts(template)
+
+    def pool_bytes(self, workspace: Workspace) -> int | None:
+        return self._graphs.pool_bytes(workspace)
+
+    def pool_uses(self, template: Any) -> Sequence[PoolUse]:
+        return self._graphs.pool_uses(template)
 
     def counting(self) -> AbstractContextManager[Callable[[], GraphCounts]]:
         return self._graphs.counting()

@@ -159,6 +159,8 @@ class CaptureSession:
         self._refuse_use("seal()")
         self._stages.together("sealing", self._seal)
         waiting, self._waiting = self._waiting, []
+        by_size = {entry.descriptor: entry for entry in waiting}
+        self._stages.prime_with(by_size[one] for one in ordered(list(by_size), "descending"))
         for entry in waiting:
             self._capture(entry)
         self._stages.settle_arenas()
@@ -232,9 +234,11 @@ class CaptureSession:
         entries: dict[Descriptor, Entry],
         program_of: Callable[[Descriptor], Program],
     ) -> None:
-        for one in largest_first:
-            self._stages.plan(entries.get(one) or Entry(one, program_of(one)))
+        planned = [entries.get(one) or Entry(one, program_of(one)) for one in largest_first]
+        for entry in planned:
+            self._stages.plan(entry)
         self._seal()
+        self._stages.prime_with(planned)
 
     def _seal(self) -> None:
         self.workspace.seal()
@@ -325,8 +329,9 @@ class CaptureSession:
 
     @property
     def held(self) -> int:
-        """Bytes that the session holds: its workspace and what its graphs took beyond it."""
-        return self.workspace.report().total + sum(entry.bytes for entry in self._entries.values())
+        """Bytes that the session holds: its workspace, its graphs' pool and what the graphs took beyond both."""
+        own = self.workspace.report().total + self._stages.pool_bytes()
+        return own + sum(entry.bytes for entry in self._entries.values())
 
     def forget(self, descriptor: Descriptor | None = None) -> None:
         """Drop one descriptor that stayed eager from the negative cache, or all: it may be captured again."""
@@ -346,6 +351,10 @@ class CaptureSession:
             workspace_bytes=self.workspace.report().total,
             graph_bytes=sum(entry.bytes for entry in self._entries.values()),
             measured=self._stages.meter.exact,
+            free_fell=self._stages.free_fell,
+            pool_bytes=self._stages.pool_bytes(),
+            pool_growth=0 if self._stages.primed is None else self._stages.pool_bytes() - self._stages.primed,
+            allocating=_allocating(self._entries.values(), self.backend),
             live_executables=len(self.executables),
             recycled_executables=self.executables.recycled,
             eager_steps=dict(self.eager_steps),
@@ -385,6 +394,13 @@ def _inputs_of(inputs: InputSet | InputsOf | None) -> InputsOf:
         given = inputs or InputSet()
         return lambda descriptor: given
     return inputs
+
+
+def _allocating(entries: Iterable[Entry], backend: Backend) -> dict[str, int]:
+    """Op -> results that it made in the pool, over all graphs."""
+    graphs = [entry.graph for entry in entries if entry.graph is not None]
+    found = [use.op for graph in graphs for one in graph.segments for use in backend.graphs.pool_uses(one.template)]
+    return {op: found.count(op) for op in sorted(set(found))}
 
 
 def _row(entry: Entry) -> SessionRow:

@@ -71,6 +71,10 @@ class SessionReport:
         graph_bytes: what the graphs took beyond it.
         measured: graph_bytes was read from the driver's free memory; if not, the backend's free memory is not
             this process's alone, and graphs are charged nothing.
+        free_fell: by how much the device's free memory fell during captures, as the driver tells it.
+        pool_bytes: what the graphs' pool holds for ops that allocate their results themselves; 0 without one.
+        pool_growth: by how much it grew after it was primed with the largest descriptors: it should be 0 (G10).
+        allocating: op -> results that it made in the pool, over all graphs.
         live_executables: of this process, all sessions together.
         eager_steps: reason -> steps that ran eagerly for it.
     """
@@ -86,11 +90,15 @@ class SessionReport:
     live_executables: int
     recycled_executables: int
     eager_steps: Mapping[str, int] = field(default_factory=dict[str, int])
+    free_fell: int = 0
+    pool_bytes: int = 0
+    pool_growth: int = 0
+    allocating: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def total_bytes(self) -> int:
         """Everything that the session holds."""
-        return self.workspace_bytes + self.graph_bytes
+        return self.workspace_bytes + self.pool_bytes + self.graph_bytes
 
     @property
     def captured(self) -> int:
@@ -109,6 +117,10 @@ class SessionReport:
             "workspace_bytes": self.workspace_bytes,
             "graph_bytes": self.graph_bytes,
             "graph_bytes_measured": self.measured,
+            "free_memory_fell": self.free_fell,
+            "pool_bytes": self.pool_bytes,
+            "pool_growth": self.pool_growth,
+            "allocating": dict(self.allocating),
             "live_executables": self.live_executables,
             "recycled_executables": self.recycled_executables,
             "eager_steps": dict(self.eager_steps),

@@ -266,7 +266,7 @@ class Engine:
             generations, event = self._behind.popleft()
             event.synchronize()
             self.runner.model.ranks.poll()
-            ring = self.runner.model.state.ring
+            ring = self.runner.ring
             for generation in generations:
                 if generation.done:
                     continue  # it ended a step ago: this token is the one too many

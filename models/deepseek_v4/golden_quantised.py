@@ -53,17 +53,18 @@ def _roundings(case: CaseFile, backend: Backend, report: CaseReport) -> None:
         ("index", lambda x, out: ops.round_index(x, "index_fp4", out=out)),
         ("e2m1", lambda x, out: round_fp4_blocks(x, FP4_BLOCK, out, workspace)),
     ):
-        x, expected = case[f"op.{name}.x"], case[f"op.{name}.y"]
+        x, expected = case[f"op.{name}.x"].to(workspace.device), case[f"op.{name}.y"]
         found = torch.empty_like(x)
         run(x, found)
-        wrong = mismatches(found.view(torch.int32), expected.view(torch.int32))
+        wrong = mismatches(found.cpu().view(torch.int32), expected.view(torch.int32))
         report.checks.append(Check(f"rounding {name}", wrong, 0, f"bits of {expected.numel()} values"))
 
 
 def _layers(case: CaseFile, model: CaseModel, backend: Backend, report: CaseReport) -> None:
     """Each layer alone on the recorded input streams of 32 positions."""
-    recorded = case["short.f64.streams"].float()
-    fed = torch.cat([case["short.prompt_ids"], case["short.f64.tokens"]])
+    device = backend.device.torch_device
+    recorded = case["short.f64.streams"].float().to(device)
+    fed = torch.cat([case["short.prompt_ids"], case["short.f64.tokens"]]).to(device)
     count = recorded.shape[1]
     options = RunnerOptions(max_requests=1, max_context=count, chunk=count, graph=False, arithmetic="shipping")
     runner = V4Runner(model.config, model.weights, backend, options)
@@ -73,7 +74,7 @@ def _layers(case: CaseFile, model: CaseModel, backend: Backend, report: CaseRepo
     v4 = runner.model
     with torch.no_grad():
         inputs = runner.inputs.views(descriptor)
-        step = prepare(v4, inputs, descriptor, inputs.tokens, torch.zeros(1, dtype=torch.int64))
+        step = prepare(v4, inputs, descriptor, inputs.tokens, torch.zeros(1, dtype=torch.int64, device=device))
         embedded = model.weights.embed.data[fed[:count]].float()
         before = embedded[:, None].expand(-1, model.config.hc_mult, -1).contiguous()
         for index, (layer, kind) in enumerate(zip(model.weights.layers, model.config.layers, strict=True)):

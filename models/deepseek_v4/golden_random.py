@@ -30,10 +30,10 @@ class _Trace:
 
     def __call__(self, name: str, value: torch.Tensor) -> None:
         if name == "route_ids":
-            self._pending = value.clone()
+            self._pending = value.to("cpu", copy=True)
         elif name.endswith(".streams"):
             layer = int(name.removeprefix("layer").removesuffix(".streams"))
-            self.streams[layer].append(value.clone())
+            self.streams[layer].append(value.to("cpu", copy=True))
             self.routes[layer].append(self._pending)
 
 

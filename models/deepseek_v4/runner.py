@@ -119,9 +119,11 @@ class V4Runner:
             max_query_len=options.chunk,
             pages=options.pages,
         )
-        ring = backend.memory.pinned((options.max_requests + 1, TOKEN_RING), torch.int64)
-        ring.zero_()
+        self.ring = backend.memory.pinned((options.max_requests + 1, TOKEN_RING), torch.int64)
+        """Committed tokens by position, where the host reads them; the state's ring is the device's view of it."""
+        self.ring.zero_()
         formats = RowFormats.of(options.arithmetic, options.index_format)
+        ring = backend.memory.on_device(self.ring)
         state = build_state(config, self.plan, formats, dtype=carrier, device=device, ring=ring)
         self.workspace = Workspace(device, checked=options.checked)
         default_registry().load_routes()

@@ -96,7 +96,7 @@ class V4State:
         layers: one per layer.
         page_table: int64 [slots + 1, pages_per_slot]; row 0 and unused entries point to page 0.
         lengths, last_token: int64 [slots + 1]; tokens committed, and the newest token, not yet fed.
-        ring: int64 [slots + 1, ring]: committed tokens by position, where the host reads them.
+        ring: int64 [slots + 1, ring]: committed tokens by position, in memory that the host reads too.
     """
 
     plan: StatePlan
@@ -132,7 +132,7 @@ def build_state(
     device: torch.device,
     ring: torch.Tensor | None = None,
 ) -> V4State:
-    """Allocate the state. ``ring`` is pinned host memory where the device can write such."""
+    """Allocate the state. ``ring`` is the device's view of pinned host memory."""
     layers = tuple(_layer_state(config, kind, plan, formats, dtype, device) for kind in config.layers)
     count = plan.slots + 1
 

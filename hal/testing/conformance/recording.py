@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from halma.hal.backend import Backend, DevicePart, Event, GraphCounts, GraphNode, Stream
+from halma.hal.backend import Backend, DevicePart, Event, GraphCounts, GraphNode, PoolUse, Stream
 from halma.hal.capabilities import Capabilities
 from halma.hal.workspace import Workspace
 
@@ -131,6 +131,12 @@ class RecordedGraphs:
 
     def counts(self, template: Any) -> GraphCounts:
         return self._inner.counts(template)
+
+    def pool_bytes(self, workspace: Workspace) -> int | None:
+        return self._inner.pool_bytes(workspace)
+
+    def pool_uses(self, template: Any) -> Sequence[PoolUse]:
+        return self._inner.pool_uses(template)
 
     def counting(self) -> AbstractContextManager[Callable[[], GraphCounts]]:
         return self._inner.counting()

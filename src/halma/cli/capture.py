@@ -241,12 +241,21 @@ def _print(document: dict[str, Any]) -> None:
         ("evidence", document["evidence"]),
         ("workspace", f"{document['workspace_bytes']:,} bytes, shared by all"),
         ("graphs", _beyond(document)),
+        *((("pool", _pool(document)),) if document["pool_bytes"] else ()),
         ("total", f"{document['total_bytes']:,} bytes"),
     ]
     if "unshared" in document:
         apart = document["unshared"]
         summary.append(("unshared", f"{apart['total_bytes']:,} bytes, {apart['times']:g} times as many"))
     print_table(("", ""), summary, title="")
+
+
+def _pool(document: dict[str, Any]) -> str:
+    made = ", ".join(f"{op} ({count})" for op, count in document["allocating"].items())
+    return (
+        f"{document['pool_bytes']:,} bytes for what ops allocate, grown by {document['pool_growth']:,} since it was "
+        f"primed; results made there: {made or 'none, only temporaries of library calls'}"
+    )
 
 
 def _beyond(document: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from halma.hal.backend import GraphCounts, GraphNode
+from halma.hal.backend import GraphCounts, GraphNode, PoolUse
 from halma.hal.capabilities import Capabilities
 
 
@@ -66,6 +66,12 @@ class ScriptedGraphs:
 
     def counts(self, template: Any) -> GraphCounts:
         return GraphCounts(kernels=1)
+
+    def pool_bytes(self, workspace: Any) -> int | None:
+        return None
+
+    def pool_uses(self, template: Any) -> list[PoolUse]:
+        return []
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], GraphCounts]]:
