@@ -1,0 +1,107 @@
+// All-gather, broadcast and barrier by push: in words, or in chunks for more. Bytes travel as they are.
+#define HALMA_USES_PUSH 1
+#include "chunks.h"
+#include "push.h"
+
+// `senders`: ranks whose payload moves. From rank p it goes to out + p * spacing.
+DEVICE void move_words(const Args& a, u32 senders, u64 spacing) {
+  Turn t = enter(a);
+  u32 units = units_of(a.nbytes, 8u), rank = rank_of(a);
+  bool sends = (senders >> rank & 1u) != 0u, aligned = (spacing & 7u) == 0u;
+  u64 to = lane_box(a, t.epoch, rank);
+  u8* kept = a.out + rank * spacing;
+  if (t.spare) {
+    spare_before(a, t);
+  } else if (sends && t.fault == 0u) {
+#pragma unroll 1
+    for (u32 i = t.first; i < units; i += t.stride) {
+      u64 mine = load_half(a.source, i, a.nbytes);
+      push_words(a, t, to + 16ull * i, mine);
+      if (kept != a.source) store_half(kept, i, a.nbytes, mine, aligned);
+    }
+  }
+  block_barrier();
+  u32 awaited = senders & peers_of(a);
+  if (t.spare) {
+    spare_after(a, t);
+  } else {
+    bool alive = t.fault == 0u;
+#pragma unroll 1
+    for (u32 i = t.first; i < units; i += t.stride) {
+      u64 data[1][SIZE];
+      alive = alive && poll_words<1>(a, t, i, 0u, units, awaited, data);
+#pragma unroll
+      for (u32 p = 0; p < SIZE; ++p)
+        if (alive ? (awaited >> p & 1u) != 0u : (senders >> p & 1u) != 0u)
+          store_half(a.out + p * spacing, i, a.nbytes, alive ? data[0][p] : ~0ull, aligned);
+    }
+  }
+  if (time_to_scrub(t)) scrub(a, t, units, awaited);
+}
+
+// The boxes have one buffer: nobody sends before every rank has begun the call, and so has read those of the last.
+DEVICE void move_chunks(const Args& a, u32 senders, u64 spacing) {
+  Turn t = enter(a, true);
+  Pieces pieces = pieces_of(a);
+  u32 units = units_of(a.nbytes, 16u), rank = rank_of(a);
+  bool sends = (senders >> rank & 1u) != 0u, aligned = (spacing & 15u) == 0u;
+  u8* kept = a.out + rank * spacing;
+  bool alive = begin_apart(a, t);
+  if (blockIdx.x == t.header) return;
+  alive = alive && everybody_began(a, t);
+#pragma unroll 1
+  for (u32 s = 0; s < pieces.count && alive && sends; ++s) {
+    Span span = pieces.span(s);
+#pragma unroll
+    for (u32 p = 0; p < SIZE; ++p)
+      if (p != rank) send_piece(a, t, a.peer[p] + gather_box(a, rank), 0u, span, units);
+    publish(a, t, PHASE_GATHER, pieces.index(s), peers_of(a));
+#pragma unroll 1
+    for (u32 i = span.begin + threadIdx.x; kept != a.source && !t.spare && i < span.end; i += t.threads)
+      store_unit(kept, i, a.nbytes, load_unit(a.source, i, a.nbytes), aligned);
+  }
+  u32 awaited = senders & peers_of(a);
+#pragma unroll 1
+  for (u32 s = 0; s < pieces.count && alive; ++s) {
+    alive = await(a, t, PHASE_GATHER, pieces.index(s), awaited);
+#pragma unroll
+    for (u32 p = 0; p < SIZE; ++p)
+      if ((awaited >> p & 1u) != 0u && alive)
+        take_piece(t, a.own + gather_box(a, p), a.out + p * spacing, 0u, pieces.span(s), units, a.nbytes, aligned);
+  }
+  if (!alive && !t.spare) {
+#pragma unroll
+    for (u32 p = 0; p < SIZE; ++p)
+      if ((senders >> p & 1u) != 0u) poison(t, a.out + p * spacing, a.nbytes, aligned);
+  }
+  if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
+}
+
+#define EVERYBODY ((1u << SIZE) - 1u)
+
+KERNEL all_gather_words(PARAMS) {
+  Args a = PACKED;
+  move_words(a, EVERYBODY, a.nbytes);
+}
+KERNEL all_gather_chunks(PARAMS) {
+  Args a = PACKED;
+  move_chunks(a, EVERYBODY, a.nbytes);
+}
+KERNEL broadcast_words(PARAMS) {
+  Args a = PACKED;
+  move_words(a, 1u << root_of(a), 0u);
+}
+KERNEL broadcast_chunks(PARAMS) {
+  Args a = PACKED;
+  move_chunks(a, 1u << root_of(a), 0u);
+}
+
+// The header words are all there is to a barrier.
+KERNEL barrier_words(PARAMS) {
+  Args a = PACKED;
+  Turn t = enter(a);
+  if (t.spare) spare_before(a, t);
+  block_barrier();
+  if (t.spare) spare_after(a, t);
+  if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
+}
