@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from halma.backends.simt.geometry import Geometry, geometry, norm_threads, room
 from halma.backends.simt.sources import DTYPES, SITE_FIELDS, UNITS, Target, source
 from halma.hal.arena.layout import MAX_BLOCKS, Lane
-from halma.hal.backend import DevicePart, KernelPart, Stream
-from halma.hal.capabilities import Capabilities
+from halma.hal.backend import Backend, Stream
 from halma.hal.collectives import control
 from halma.hal.collectives.contract import (
     FLIGHT_BYTES,
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 _NO_ROOT = 255
+_SENTINEL_DTYPES = (*DTYPES, "float64")
+"""All ones is a NaN of theirs, and the NaN with the last bit cleared is as good."""
 _MOST_ROW_UNITS = 4096
 _FAULT_RECORD = struct.Struct("<8IQ")
 _FLIGHT = struct.Struct("<IIQIIII")
@@ -54,6 +55,7 @@ class _Plan:
     call: Call
     choice: Choice
     box: Box | None
+    row_length: int
     kernel: Any
     grid: int
     block: int
@@ -72,40 +74,39 @@ class SimtChannel:
 
     Args:
         site: where it lives. Its memory must be as the arena leaves it: zero, lanes prefilled.
-        kernels: compiles and launches. Every kernel of the channel is loaded here (C18).
-        device: for a stream of its own, on which records are read while the channel's stream hangs.
-        target: what the device is to the kernels.
-        resident_threads: how many threads two grids of this channel share (C16); the device's, unless several
-            channels spin on it at once.
+        backend: whose parts are used: kernels (all of the channel's are loaded here, C18), and a stream of the
+            device's, on which records are read while the channel's own hangs. Its name is the dialect's.
+        resident_threads: how many threads two grids of this channel share (C16); by default the device's.
+        clock_khz: rate of the device's clock, where it does not count nanoseconds itself.
+        without: parts of the protocol left out of the kernels, to measure what they cost.
 
     Raises:
+        CapabilityError: the warp's width is unknown.
         KernelError: a kernel does not compile or load.
     """
 
     def __init__(
         self,
         site: ChannelSite,
-        kernels: KernelPart,
-        device: DevicePart,
-        target: Target,
-        resident_threads: int,
+        backend: Backend,
         *,
+        resident_threads: int | None = None,
+        clock_khz: int | None = None,
         without: tuple[str, ...] = (),
     ) -> None:
         self.site = site
-        self.target = target
-        self.resident_threads = resident_threads
-        self._launcher = kernels
-        self._launch = kernels.launch
+        self.target = target = Target.of(backend.name, backend.capabilities, clock_khz)
+        self.resident_threads = room(backend.capabilities) if resident_threads is None else resident_threads
+        self._launch = backend.kernels.launch
         self._dependent = site.dependent and target.dependent_launch
         layout = site.layout
         units = [name for name in UNITS if self._wanted(name)]
         self._kernels: dict[str, Any] = {}
         for name in units:
             unit = source(name, site.size, target, without=without)
-            self._kernels.update(kernels.load(unit, UNITS[name].entries))
+            self._kernels.update(backend.kernels.load(unit, UNITS[name].entries))
         self._control = site.own.tensor[layout.control : layout.control + control.CONTROL_BYTES]
-        self._side = device.new_stream(f"{layout.name} records")
+        self._side = backend.device.new_stream(f"{layout.name} records")
         self._table = self._site_table()
         self._prefix = (
             *(peer.address for peer in site.peers),
@@ -172,7 +173,7 @@ class SimtChannel:
         # By identity first: hashing a call costs more than launching it.
         row = operands.row_length
         for plan in self._plans.get(id(call), ()):
-            if plan.call is call and plan.choice is choice and plan.box is box:
+            if plan.choice is choice and plan.box is box and plan.row_length == row:
                 return plan
         plan = self._make_plan(call, choice, row, box)
         self._plans.setdefault(id(call), []).append(plan)  # holds the call, so that its id stays its own
@@ -219,6 +220,7 @@ class SimtChannel:
             call=call,
             choice=choice,
             box=box,
+            row_length=row_length,
             kernel=self._kernels[name],
             grid=place.blocks + apart,
             block=place.threads + warp,
@@ -235,14 +237,14 @@ class SimtChannel:
         layout = self.site.layout
         if call.kind is Kind.BARRIER:
             return []
-        shard = -(-(-(-call.nbytes // 16)) // self.site.size) * 16
+        shard = 16 * -(-call.nbytes // (16 * self.site.size))
         lanes: list[tuple[str, Lane | None, int]]
         if choice.wire is Wire.WORDS:
             lanes = [("words", layout.words, call.nbytes)]
         elif choice.wire is Wire.SENTINEL:
             lanes = [("sentinel", layout.sentinel, call.nbytes)]
-            if call.kind not in (Kind.ALL_REDUCE, Kind.ALL_REDUCE_NORM):
-                return ["a sentinel cannot carry raw bytes, all ones among them"]
+            if call.dtype not in _SENTINEL_DTYPES:
+                return [f"{call.dtype} may hold the sentinel, all ones, as a value"]
         elif choice.algorithm is Algorithm.TWO_SHOT:
             lanes = [("scatter", layout.scatter, shard), ("gather", layout.gather, shard)]
         elif choice.wire is Wire.CHUNKS:
@@ -403,24 +405,3 @@ def _misaligned(call: Call, *addresses: int) -> CollectiveError:
         found=f"addresses that are no multiple of 16: {wrong}",
         do="start tensors on a 16-byte boundary; slices of the last dimension may not",
     )
-
-
-def channel(
-    site: ChannelSite,
-    kernels: KernelPart,
-    device: DevicePart,
-    capabilities: Capabilities,
-    *,
-    dialect: str,
-    clock_khz: int | None = None,
-) -> SimtChannel:
-    """A backend's ``CollectivePart.channel``, from its own parts.
-
-    Raises:
-        CapabilityError: the warp's width is unknown.
-        KernelError: a kernel does not compile or load.
-    """
-    target = Target.of(dialect, capabilities)
-    if clock_khz is not None:
-        target = Target(target.dialect, target.warp_width, target.dependent_launch, target.atomicity, clock_khz)
-    return SimtChannel(site, kernels, device, target, room(capabilities))

@@ -31,7 +31,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Step:
-    """A row of the table: up to ``nbytes`` of payload, blocks of ``threads`` that each take ``units`` units a thread."""
+    """A row of the table: up to ``nbytes`` of payload in blocks of ``threads`` with ``units`` units each."""
 
     nbytes: int
     threads: int

@@ -44,46 +44,131 @@ _WRAP = "tests/gpu/collectives/test_wrap.py::test_old_flags_are_scrubbed"
 _FLIGHT = "tests/gpu/collectives/test_faults.py::test_the_flight_recorder_names_the_straggler"
 
 TABLE: Final = (
-    Order("EPOCH_LOAD", "load4_relaxed", "load4_relaxed", "written by the call before: a kernel boundary, or the "
-          "grid-dependency wait, orders it", _MIXED),
-    Order("EPOCH_STORE", "store4_relaxed", "store4_relaxed", "read by the next call, behind the same boundary; this "
-          "block's own reads come before it by the block's barrier", _MIXED),
-    Order("WORD_STORE", "store16_relaxed", None, "the flag is in the same 8 bytes as its data, so there is no order to "
-          "keep; needs 8-byte store atomicity (C19)", _WORDS),
-    Order("WORD_LOAD", "load16_relaxed", None, "each 8-byte half carries its own flag; bypasses L1, or a poll would "
-          "never end", _WORDS),
-    Order("SENTINEL_STORE", "store16_relaxed", None, "each 4-byte word is its own flag; needs 4-byte atomicity", _SENTINEL),
+    Order(
+        "EPOCH_LOAD",
+        "load4_relaxed",
+        "load4_relaxed",
+        "written by the call before: a kernel boundary, or the grid-dependency wait, orders it",
+        _MIXED,
+    ),
+    Order(
+        "EPOCH_STORE",
+        "store4_relaxed",
+        "store4_relaxed",
+        "read by the next call, behind the same boundary; this block's own reads come before it by the block's barrier",
+        _MIXED,
+    ),
+    Order(
+        "WORD_STORE",
+        "store16_relaxed",
+        None,
+        "the flag is in the same 8 bytes as its data, so there is no order to keep; needs 8-byte store atomicity (C19)",
+        _WORDS,
+    ),
+    Order(
+        "WORD_LOAD",
+        "load16_relaxed",
+        None,
+        "each 8-byte half carries its own flag; bypasses L1, or a poll would never end",
+        _WORDS,
+    ),
+    Order(
+        "SENTINEL_STORE", "store16_relaxed", None, "each 4-byte word is its own flag; needs 4-byte atomicity", _SENTINEL
+    ),
     Order("SENTINEL_LOAD", "load16_relaxed", None, "as for words", _SENTINEL),
-    Order("SENTINEL_CLEAR", "store16_relaxed", None, "after the read by data dependence; the sender writes this word "
-          "again two calls on, when this kernel has ended: no fence with two buffers", _SENTINEL),
+    Order(
+        "SENTINEL_CLEAR",
+        "store16_relaxed",
+        None,
+        "after the read by data dependence; the sender writes this word "
+        "again two calls on, when this kernel has ended: no fence with two buffers",
+        _SENTINEL,
+    ),
     Order("CHUNK_STORE", "store16_relaxed", None, "ordered by the release that follows the block's barrier", _CHUNKS),
     Order("CHUNK_LOAD", "load16_relaxed", None, "behind an acquire by another thread and the block's barrier", _CHUNKS),
-    Order("FLAG_PUBLISH", "store4_release", None, "release at system scope is cumulative: it covers what the other "
-          "threads stored before the block's barrier", _CHUNKS),
-    Order("FLAG_WAIT", "load4_acquire", "load4_acquire", "pairs with the release, or with the exchange behind a fence; "
-          "on MUSA an atomic read of the memory itself, then a fence", _CHUNKS),
-    Order("STAGE_STORE", "store16_relaxed", "store16_relaxed", "ordered by the fence of the thread that stored", _STAGED),
-    Order("BEFORE_EXCHANGE", "fence_system", "fence_system", "by every thread that stored: one lane's fence does not "
-          "speak for the others on every device (vllm-project/vllm#50941)", _STAGED),
-    Order("FLAG_EXCHANGE", "exchange4", "exchange4", "an atomic at the peer's memory: no posted store can pass it "
-          "unseen", _STAGED),
-    Order("STAGE_LOAD", "load16_relaxed", "load16_relaxed", "behind FLAG_WAIT and the block's barrier; bypasses L1, "
-          "where the call before last may have left the line", _STAGED),
-    Order("HEADER_STORE", "store16_relaxed", None, "digest and epoch in one 8-byte word; below 8-byte atomicity the "
-          "header goes by BEFORE_EXCHANGE and FLAG_EXCHANGE instead", _MIXED),
+    Order(
+        "FLAG_PUBLISH",
+        "store4_release",
+        None,
+        "release at system scope is cumulative: it covers what the other threads stored before the block's barrier",
+        _CHUNKS,
+    ),
+    Order(
+        "FLAG_WAIT",
+        "load4_acquire",
+        "load4_acquire",
+        "pairs with the release, or with the exchange behind a fence; "
+        "on MUSA an atomic read of the memory itself, then a fence",
+        _CHUNKS,
+    ),
+    Order(
+        "STAGE_STORE", "store16_relaxed", "store16_relaxed", "ordered by the fence of the thread that stored", _STAGED
+    ),
+    Order(
+        "BEFORE_EXCHANGE",
+        "fence_system",
+        "fence_system",
+        "by every thread that stored: one lane's fence does not "
+        "speak for the others on every device (vllm-project/vllm#50941)",
+        _STAGED,
+    ),
+    Order(
+        "FLAG_EXCHANGE",
+        "exchange4",
+        "exchange4",
+        "an atomic at the peer's memory: no posted store can pass it unseen",
+        _STAGED,
+    ),
+    Order(
+        "STAGE_LOAD",
+        "load16_relaxed",
+        "load16_relaxed",
+        "behind FLAG_WAIT and the block's barrier; bypasses L1, where the call before last may have left the line",
+        _STAGED,
+    ),
+    Order(
+        "HEADER_STORE",
+        "store16_relaxed",
+        None,
+        "digest and epoch in one 8-byte word; below 8-byte atomicity the "
+        "header goes by BEFORE_EXCHANGE and FLAG_EXCHANGE instead",
+        _MIXED,
+    ),
     Order("HEADER_LOAD", "load8_relaxed", None, "as HEADER_STORE", _MIXED),
-    Order("FAULT_LOAD", "load4_relaxed", "load4_relaxed", "only ever goes from 0 to a fault: late is harmless", _FAULTS),
-    Order("FAULT_CLAIM", "compare_exchange4", "compare_exchange4", "one thread of the device writes the record", _FAULTS),
+    Order(
+        "FAULT_LOAD", "load4_relaxed", "load4_relaxed", "only ever goes from 0 to a fault: late is harmless", _FAULTS
+    ),
+    Order(
+        "FAULT_CLAIM", "compare_exchange4", "compare_exchange4", "one thread of the device writes the record", _FAULTS
+    ),
     Order("FAULT_STORE", "store4_relaxed", "store4_relaxed", "ordered by FAULT_COMPLETE", _FAULTS),
-    Order("FAULT_COMPLETE", "store4_release", "store4_release", "the host reads the record only when this is 1", _FAULTS),
+    Order(
+        "FAULT_COMPLETE", "store4_release", "store4_release", "the host reads the record only when this is 1", _FAULTS
+    ),
     Order("BOUND_LOAD", "load8_relaxed", "load8_relaxed", "written by the host; seen at the next look", _FAULTS),
-    Order("SCRUB_STORE", "store16_relaxed", "store16_relaxed", "nobody writes here before this call ends, and the "
-          "kernel boundary orders it before those who then do", _WRAP),
-    Order("SCRUB_CLAIM", "compare_exchange4", "compare_exchange4", "a peer one call ahead may store here: only an old "
-          "value is taken back", _WRAP),
-    Order("RECORD_STORE", "store16_relaxed", "store16_relaxed", "both halves of an entry leave in one 32-byte write of "
-          "two lanes; the host checks the call number against the entry's place", _FLIGHT),
-)  # fmt: skip
+    Order(
+        "SCRUB_STORE",
+        "store16_relaxed",
+        "store16_relaxed",
+        "nobody writes here before this call ends, and the kernel boundary orders it before those who then do",
+        _WRAP,
+    ),
+    Order(
+        "SCRUB_CLAIM",
+        "compare_exchange4",
+        "compare_exchange4",
+        "a peer one call ahead may store here: only an old value is taken back",
+        _WRAP,
+    ),
+    Order(
+        "RECORD_STORE",
+        "store16_relaxed",
+        "store16_relaxed",
+        "both halves of an entry leave in one 32-byte write of "
+        "two lanes; the host checks the call number against the entry's place",
+        _FLIGHT,
+    ),
+)
 
 
 def unknown(backend: str) -> tuple[Order, ...]:
@@ -94,7 +179,5 @@ def unknown(backend: str) -> tuple[Order, ...]:
 def defines(backend: str) -> Mapping[str, str]:
     """``HALMA_ORDER_<use>`` -> primitive, for the uses that are known on ``backend``."""
     return {
-        f"HALMA_ORDER_{order.use}": primitive
-        for order in TABLE
-        if (primitive := getattr(order, backend)) is not None
+        f"HALMA_ORDER_{order.use}": primitive for order in TABLE if (primitive := getattr(order, backend)) is not None
     }

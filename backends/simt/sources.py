@@ -43,7 +43,7 @@ SITE_FIELDS: Final = (
 
 @dataclass(frozen=True)
 class Unit:
-    """A translation unit: its file, and the kernels in it. ``push``: it needs loads that bypass the first-level cache."""
+    """A translation unit and its kernels. ``push``: it needs loads that bypass the first-level cache."""
 
     file: str
     entries: tuple[str, ...]
@@ -58,12 +58,13 @@ UNITS: Final = {
     "reduce": Unit("reduce.cu", _by_dtype("all_reduce_words", "all_reduce_sentinel", "all_reduce_chunks"), True),
     "move": Unit(
         "move.cu",
-        ("all_gather_words", "all_gather_chunks", "broadcast_words", "broadcast_chunks", "barrier_words"),
+        (
+            *(f"{kind}_{way}" for kind in ("all_gather", "broadcast") for way in ("words", "sentinel", "chunks")),
+            "barrier_words",
+        ),
         True,
     ),
-    "norm": Unit(
-        "norm.cu", _by_dtype("norm_words", "norm_words_wide", "norm_sentinel", "norm_sentinel_wide"), True
-    ),
+    "norm": Unit("norm.cu", _by_dtype("norm_words", "norm_words_wide", "norm_sentinel", "norm_sentinel_wide"), True),
     "norm_alone": Unit("norm_alone.cu", _by_dtype("norm_alone", "norm_alone_wide"), False),
     "staged": Unit(
         "staged.cu",
@@ -95,7 +96,7 @@ class Target:
     clock_khz: int | None = None
 
     @staticmethod
-    def of(dialect: str, capabilities: Capabilities) -> Target:
+    def of(dialect: str, capabilities: Capabilities, clock_khz: int | None = None) -> Target:
         """Unknown counts as off (B8); a warp's width must be known.
 
         Raises:
@@ -107,6 +108,7 @@ class Target:
             int(capabilities.need("warp_width", for_="the collective kernels")),
             capabilities.dependent_launch is True,
             0 if isinstance(atomicity, Unknown) else atomicity,
+            clock_khz,
         )
 
 

@@ -39,6 +39,41 @@ DEVICE void move_words(const Args& a, u32 senders, u64 spacing) {
   if (time_to_scrub(t)) scrub(a, t, units, awaited);
 }
 
+// The same with a sentinel, for floats only: all ones arrives as another NaN, here too, so that all ranks have the same.
+DEVICE void move_sentinel(const Args& a, u32 senders, u64 spacing) {
+  Turn t = enter(a);
+  u32 units = units_of(a.nbytes, 16u), rank = rank_of(a);
+  bool sends = (senders >> rank & 1u) != 0u, aligned = (spacing & 15u) == 0u;
+  u64 to = lane_box(a, t.epoch, rank);
+  if (t.spare) {
+    spare_before(a, t);
+  } else if (sends && t.fault == 0u) {
+#pragma unroll 1
+    for (u32 i = t.first; i < units; i += t.stride) {
+      Quad mine = without_sentinel(load_unit(a.source, i, a.nbytes));
+      push_sentinel(a, to + 16ull * i, mine);
+      store_unit(a.out + rank * spacing, i, a.nbytes, mine, aligned);
+    }
+  }
+  block_barrier();
+  u32 awaited = senders & peers_of(a);
+  if (t.spare) {
+    spare_after(a, t);
+  } else {
+    bool alive = t.fault == 0u;
+#pragma unroll 1
+    for (u32 i = t.first; i < units; i += t.stride) {
+      Quad data[1][SIZE];
+      alive = alive && poll_sentinel<1>(a, t, i, 0u, units, awaited, data);
+#pragma unroll
+      for (u32 p = 0; p < SIZE; ++p)
+        if (alive ? (awaited >> p & 1u) != 0u : (senders >> p & 1u) != 0u)
+          store_unit(a.out + p * spacing, i, a.nbytes, alive ? data[0][p] : POISON, aligned);
+    }
+  }
+  if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
+}
+
 // The boxes have one buffer: nobody sends before every rank has begun the call, and so has read those of the last.
 DEVICE void move_chunks(const Args& a, u32 senders, u64 spacing) {
   Turn t = enter(a, true);
@@ -83,6 +118,10 @@ KERNEL all_gather_words(PARAMS) {
   Args a = PACKED;
   move_words(a, EVERYBODY, a.nbytes);
 }
+KERNEL all_gather_sentinel(PARAMS) {
+  Args a = PACKED;
+  move_sentinel(a, EVERYBODY, a.nbytes);
+}
 KERNEL all_gather_chunks(PARAMS) {
   Args a = PACKED;
   move_chunks(a, EVERYBODY, a.nbytes);
@@ -90,6 +129,10 @@ KERNEL all_gather_chunks(PARAMS) {
 KERNEL broadcast_words(PARAMS) {
   Args a = PACKED;
   move_words(a, 1u << root_of(a), 0u);
+}
+KERNEL broadcast_sentinel(PARAMS) {
+  Args a = PACKED;
+  move_sentinel(a, 1u << root_of(a), 0u);
 }
 KERNEL broadcast_chunks(PARAMS) {
   Args a = PACKED;
