@@ -32,7 +32,7 @@ WORDS_PAYLOAD = 64 << 10
 
 
 def lay_out(size: int, largest: int, *, sentinel: int | None = None) -> ChannelLayout:
-    """A channel with every lane, push and staged, for messages of up to ``largest`` bytes, guard zones between lanes."""
+    """A channel with every lane, push and staged, for messages of up to ``largest`` bytes; guard zones between."""
     guards: list[int] = []
     end = 0
 
