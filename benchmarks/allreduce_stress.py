@@ -68,7 +68,8 @@ extern "C" __global__ void stress_fill(u64 to, u64 out, u64 words, u64 turns, u6
   }
 }
 // counts[0]: words that are wrong; counts[1]: calls that were looked at.
-extern "C" __global__ void stress_check(u64 out, u64 words, u64 turns, u64 call, u64 first, u64 last, u64 dtype, u64 counts) {
+extern "C" __global__ void stress_check(u64 out, u64 words, u64 turns, u64 call, u64 first, u64 last, u64 dtype,
+                                        u64 counts) {
   u32 turn = *(const u32*)turns + (u32)call;
   for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x)
     if (((const u32*)out)[i] != word_of(i, turn, (u32)first, (u32)last, (u32)dtype)) atomicAdd((u64*)counts, 1ull);

@@ -230,7 +230,7 @@ class SimtChannel:
             norm=None if second else self._kernels[f"norm_alone_{wide}{call.dtype}"],
             shape=shape,
             norm_grid=min(4 * MAX_BLOCKS, shape >> 32),
-            norm_block=row_threads + warp,
+            norm_block=row_threads,
         )
 
     def _range_refusals(self, call: Call, choice: Choice, box: Box | None) -> list[str]:

@@ -79,6 +79,7 @@ struct Turn {
   u32 threads;  // that move data, in a block
   u32 first, stride;  // of this thread's units in the whole grid
   u32 header;         // the block whose spare warp exchanges the header words
+  u64 headers, recorder, entries;  // of the spare warp of that block: SiteField
   bool spare;
 };
 
@@ -89,7 +90,8 @@ DEVICE bool later(u32 seen, u32 expected) { return seen != 0u && static_cast<int
 // kernel just before, which a dependent launch may overtake.
 //
 // `apart`: the last block does nothing but the header, for kernels whose barriers every warp of a block must join.
-DEVICE Turn enter(const Args& a, bool apart = false) {
+// Leaves the loads of epoch and fault under way: settle() waits for them, so that others may join them before it.
+DEVICE Turn begin(const Args& a, bool apart = false) {
   Turn t;
   u32 blocks = apart ? gridDim.x - 1u : gridDim.x;
   t.threads = blockDim.x - HALMA_WARP;
@@ -97,11 +99,20 @@ DEVICE Turn enter(const Args& a, bool apart = false) {
   t.first = blockIdx.x * t.threads + threadIdx.x;
   t.stride = blocks * t.threads;
   t.header = apart ? blocks : 0u;
+  t.headers = t.recorder = t.entries = 0u;
+  if (t.spare && blockIdx.x == t.header) {  // never changes, so it may be read before the wait
+    t.headers = a.site[SITE_HEADERS], t.recorder = a.site[SITE_RECORDER], t.entries = a.site[SITE_RECORDER_ENTRIES];
+  }
   grid_wait();
   grid_trigger();
   t.epoch = HALMA_ORDER_EPOCH_LOAD(a.control + HALMA_EPOCH_CELLS + 4u * blockIdx.x);
   t.fault = HALMA_ORDER_FAULT_LOAD(a.control + HALMA_FAULT);
-  t.epoch = after(t.epoch);
+  return t;
+}
+DEVICE void settle(Turn& t) { t.epoch = after(t.epoch); }
+DEVICE Turn enter(const Args& a, bool apart = false) {
+  Turn t = begin(a, apart);
+  settle(t);
   return t;
 }
 
@@ -270,30 +281,39 @@ DEVICE void scrub(const Args& a, const Turn& t, u32 used_units, u32 senders) {
   scrub_old(a.own, a.site, t.epoch, t.first, t.stride, used_units, senders);
 }
 
-// What the spare warp does before the block's first barrier.
+// What the spare warp does at once: the header word goes out beside the first data.
 DEVICE void spare_before(const Args& a, const Turn& t) {
-  u32 lane = threadIdx.x - t.threads;
-  if (blockIdx.x != t.header) return;
-  u64 headers = a.site[SITE_HEADERS], recorder = a.site[SITE_RECORDER], entries = a.site[SITE_RECORDER_ENTRIES];
 #if !HALMA_MEASURE_WITHOUT_HEADER
-  if (t.fault == 0u) send_header(a, t, lane, headers);
-#endif
-#if !HALMA_MEASURE_WITHOUT_RECORDER
-  record(a, t, lane, recorder, entries);
+  if (blockIdx.x == t.header && t.fault == 0u) send_header(a, t, threadIdx.x - t.threads, t.headers);
 #endif
 }
 
-// What it does behind the barrier, when every thread of the block has read the epoch: block b of g moves the cells
-// b, b + g, ... of all those that no other block of this grid reads.
+// What it does when every thread of the block has read the epoch: block b of g moves the cells b, b + g, ... of all
+// those that no other block of this grid reads. Then the entry of the flight recorder, and the wait for the headers.
 DEVICE void spare_after(const Args& a, const Turn& t) {
   u32 lane = threadIdx.x - t.threads;
-#pragma unroll 1
   for (u32 cell = blockIdx.x + lane * gridDim.x; cell < HALMA_MAX_BLOCKS; cell += HALMA_WARP * gridDim.x)
     HALMA_ORDER_EPOCH_STORE(a.control + HALMA_EPOCH_CELLS + 4u * cell, t.epoch);
+  if (blockIdx.x != t.header) return;
+#if !HALMA_MEASURE_WITHOUT_RECORDER
+  record(a, t, lane, t.recorder, t.entries);
+#endif
 #if !HALMA_MEASURE_WITHOUT_HEADER
-  if (blockIdx.x == t.header && t.fault == 0u) wait_header(a, t, lane, a.site[SITE_HEADERS]);
+  if (t.fault == 0u) wait_header(a, t, lane, t.headers);
 #endif
 }
+
+#if HALMA_USES_PUSH
+// The whole of the spare warp's part, and what the others do instead once they have read the epoch: nobody waits for
+// the spare warp.
+DEVICE void serve(const Args& a, Turn t) {
+  settle(t);
+  spare_before(a, t);
+  barrier_await(blockDim.x);
+  spare_after(a, t);
+}
+DEVICE void epoch_read() { barrier_arrive(blockDim.x); }
+#endif
 
 // A barrier with what the spare warp does on either side of it, for kernels with the header apart; whether the block
 // goes on is the same for all its threads, as barriers need.
@@ -370,3 +390,10 @@ static __device__ __noinline__ void poison_from(u8* out, u64 nbytes, u32 first, 
 DEVICE void poison(const Turn& t, u8* out, u64 nbytes, bool aligned) {
   poison_from(out, nbytes, t.first, t.stride, aligned);
 }
+#if HALMA_USES_PUSH
+// A call that finds a fault already there.
+DEVICE void give_up(const Args& a, const Turn& t) {
+  epoch_read();
+  poison(t, a.out, a.nbytes, true);
+}
+#endif

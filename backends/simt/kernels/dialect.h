@@ -13,6 +13,9 @@
 #if defined(HALMA_CUDA) == defined(HALMA_MUSA)
 #error "define one of HALMA_CUDA and HALMA_MUSA"
 #endif
+#ifndef HALMA_USES_PUSH
+#define HALMA_USES_PUSH 0
+#endif
 #if !defined(HALMA_WARP) || !defined(HALMA_DEPENDENT_LAUNCH) || !defined(HALMA_STORE_ATOMICITY)
 #error "HALMA_WARP, HALMA_DEPENDENT_LAUNCH and HALMA_STORE_ATOMICITY come from the device's capabilities"
 #endif
@@ -96,6 +99,24 @@ DEVICE u32 compare_exchange4(void* to, u32 expected, u32 value) {
 DEVICE void block_barrier() { asm volatile("barrier.sync 0;" ::: "memory"); }
 // A barrier, and whether `mine` holds for any thread of the block.
 DEVICE bool block_any(bool mine) { return __syncthreads_or(mine) != 0; }
+#if HALMA_USES_PUSH
+// Barrier 1 in two halves: `threads` threads in all, of which those that only arrive do not wait.
+DEVICE void barrier_arrive(u32 threads) { asm volatile("barrier.arrive 1, %0;" ::"r"(threads) : "memory"); }
+DEVICE void barrier_await(u32 threads) { asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); }
+// Barrier 2, among the first `threads` threads of the block alone.
+DEVICE void barrier_among(u32 threads) { asm volatile("barrier.sync 2, %0;" ::"r"(threads) : "memory"); }
+// Ordinary loads that are under way from here on: the compiler must not move them behind a branch.
+DEVICE u64 load8_now(const void* from) {
+  u64 value;
+  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
+  return value;
+}
+DEVICE Pair load16_now(const void* from) {
+  Pair value;
+  asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "l"(from));
+  return value;
+}
+#endif
 DEVICE u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -120,7 +141,11 @@ DEVICE float f16_to_float(u16 half) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
   return value;
 }
-DEVICE float square_root(float value) { return __fsqrt_rn(value); }
+DEVICE float reciprocal_root(float value) {
+  float root;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(value));
+  return root;
+}
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
@@ -212,7 +237,7 @@ DEVICE u32 pack_f16(float low, float high) {
 }
 DEVICE float f16_to_float(u16 half) { return __half2float(__ushort_as_half(half)); }
 #endif
-DEVICE float square_root(float value) { return __fsqrt_rn(value); }
+DEVICE float reciprocal_root(float value) { return __fdiv_rn(1.0f, __fsqrt_rn(value)); }
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }

@@ -5,71 +5,60 @@
 
 // `senders`: ranks whose payload moves. From rank p it goes to out + p * spacing.
 DEVICE void move_words(const Args& a, u32 senders, u64 spacing) {
-  Turn t = enter(a);
+  Turn t = begin(a);
+  if (t.spare) return serve(a, t);
   u32 units = units_of(a.nbytes, 8u), rank = rank_of(a);
   bool sends = (senders >> rank & 1u) != 0u, aligned = (spacing & 7u) == 0u;
+  u64 mine = sends ? first_half(a, t.first) : 0u;
+  settle(t);
   u64 to = lane_box(a, t.epoch, rank);
   u8* kept = a.out + rank * spacing;
-  if (t.spare) {
-    spare_before(a, t);
-  } else if (sends && t.fault == 0u) {
+  bool alive = t.fault == 0u;
 #pragma unroll 1
-    for (u32 i = t.first; i < units; i += t.stride) {
-      u64 mine = load_half(a.source, i, a.nbytes);
-      push_words(a, t, to + 16ull * i, mine);
-      if (kept != a.source) store_half(kept, i, a.nbytes, mine, aligned);
-    }
+  for (u32 i = t.first; sends && alive && i < units; i += t.stride) {
+    if (i != t.first) mine = load_half(a.source, i, a.nbytes);
+    push_words(a, t, to + 16ull * i, mine);
+    if (kept != a.source) store_half(kept, i, a.nbytes, mine, aligned);
   }
-  block_barrier();
+  epoch_read();
   u32 awaited = senders & peers_of(a);
-  if (t.spare) {
-    spare_after(a, t);
-  } else {
-    bool alive = t.fault == 0u;
 #pragma unroll 1
-    for (u32 i = t.first; i < units; i += t.stride) {
-      u64 data[1][SIZE];
-      alive = alive && poll_words<1>(a, t, i, 0u, units, awaited, data);
+  for (u32 i = t.first; i < units; i += t.stride) {
+    u64 data[1][SIZE];
+    alive = alive && poll_words<1>(a, t, i, 0u, units, awaited, data);
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (alive ? (awaited >> p & 1u) != 0u : (senders >> p & 1u) != 0u)
-          store_half(a.out + p * spacing, i, a.nbytes, alive ? data[0][p] : ~0ull, aligned);
-    }
+    for (u32 p = 0; p < SIZE; ++p)
+      if (alive ? (awaited >> p & 1u) != 0u : (senders >> p & 1u) != 0u)
+        store_half(a.out + p * spacing, i, a.nbytes, alive ? data[0][p] : ~0ull, aligned);
   }
   if (time_to_scrub(t)) scrub(a, t, units, awaited);
 }
 
 // The same with a sentinel, for floats only: all ones arrives as another NaN, here too, so that all ranks have the same.
 DEVICE void move_sentinel(const Args& a, u32 senders, u64 spacing) {
-  Turn t = enter(a);
+  Turn t = begin(a);
+  if (t.spare) return serve(a, t);
+  settle(t);
   u32 units = units_of(a.nbytes, 16u), rank = rank_of(a);
   bool sends = (senders >> rank & 1u) != 0u, aligned = (spacing & 15u) == 0u;
   u64 to = lane_box(a, t.epoch, rank);
-  if (t.spare) {
-    spare_before(a, t);
-  } else if (sends && t.fault == 0u) {
+  bool alive = t.fault == 0u;
 #pragma unroll 1
-    for (u32 i = t.first; i < units; i += t.stride) {
-      Quad mine = without_sentinel(load_unit(a.source, i, a.nbytes));
-      push_sentinel(a, to + 16ull * i, mine);
-      store_unit(a.out + rank * spacing, i, a.nbytes, mine, aligned);
-    }
+  for (u32 i = t.first; sends && alive && i < units; i += t.stride) {
+    Quad mine = without_sentinel(load_unit(a.source, i, a.nbytes));
+    push_sentinel(a, to + 16ull * i, mine);
+    store_unit(a.out + rank * spacing, i, a.nbytes, mine, aligned);
   }
-  block_barrier();
+  epoch_read();
   u32 awaited = senders & peers_of(a);
-  if (t.spare) {
-    spare_after(a, t);
-  } else {
-    bool alive = t.fault == 0u;
 #pragma unroll 1
-    for (u32 i = t.first; i < units; i += t.stride) {
-      Quad data[1][SIZE];
-      alive = alive && poll_sentinel<1>(a, t, i, 0u, units, awaited, data);
+  for (u32 i = t.first; i < units; i += t.stride) {
+    Quad data[1][SIZE];
+    alive = alive && poll_sentinel<1>(a, t, i, 0u, units, awaited, data);
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (alive ? (awaited >> p & 1u) != 0u : (senders >> p & 1u) != 0u)
-          store_unit(a.out + p * spacing, i, a.nbytes, alive ? data[0][p] : POISON, aligned);
-    }
+    for (u32 p = 0; p < SIZE; ++p)
+      if (alive ? (awaited >> p & 1u) != 0u : (senders >> p & 1u) != 0u)
+        store_unit(a.out + p * spacing, i, a.nbytes, alive ? data[0][p] : POISON, aligned);
   }
   if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
 }
@@ -142,9 +131,9 @@ KERNEL broadcast_chunks(PARAMS) {
 // The header words are all there is to a barrier.
 KERNEL barrier_words(PARAMS) {
   Args a = PACKED;
-  Turn t = enter(a);
-  if (t.spare) spare_before(a, t);
-  block_barrier();
-  if (t.spare) spare_after(a, t);
+  Turn t = begin(a);
+  if (t.spare) return serve(a, t);
+  settle(t);
+  epoch_read();
   if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
 }

@@ -1,7 +1,8 @@
 // All-reduce, residual and RMSNorm in one call by one-shot push.
 #define HALMA_USES_PUSH 1
-#include "norm.h"
 #include "push.h"
+#define ROW_BARRIER(t) barrier_among((t).threads)  // the spare warp is not there
+#include "norm.h"
 
 enum Arrival { IN_WORDS, WITH_SENTINEL };
 
@@ -40,29 +41,30 @@ template <int D, int ARRIVAL> DEVICE Quad arrived(const Args& a, const Turn& t, 
 }
 
 template <int D, bool ONE, int ARRIVAL> DEVICE void fused(const Args& a, const Norm& n) {
-  Turn t = enter(a);
+  Turn t = begin(a);
+  if (t.spare) return serve(a, t);
+  u32 first = blockIdx.x * n.units + threadIdx.x;  // the grid has no more blocks than there are rows
+  bool mine = threadIdx.x < n.units;
+  Quad unit = POISON;
+  if (mine) unit = quad_of(load16_now(a.source + 16ull * first));
+  settle(t);
   u64 to = lane_box(a, t.epoch, rank_of(a));
-  if (t.spare) {
-    spare_before(a, t);
-  } else if (t.fault == 0u) {
-#pragma unroll 1
-    for (u32 row = blockIdx.x; row < n.rows; row += gridDim.x)
-#pragma unroll 1
-      for (u32 j = threadIdx.x; j < n.units; j += t.threads) {
-        u32 i = row * n.units + j;
-        Quad unit = reinterpret_cast<const Quad*>(a.source)[i];
-        if (ARRIVAL == IN_WORDS) {
-          push_words(a, t, to + 16ull * (2u * i), pair_of(unit).low);
-          push_words(a, t, to + 16ull * (2u * i + 1u), pair_of(unit).high);
-        } else {
-          push_sentinel(a, to + 16ull * i, without_sentinel(unit));
-        }
-      }
-  }
-  block_barrier();
-  if (t.spare) spare_after(a, t);
   bool alive = t.fault == 0u;
-  auto arrive = [&](u32 i, const Quad& mine, bool& living) { return arrived<D, ARRIVAL>(a, t, i, mine, living); };
+#pragma unroll 1
+  for (u32 row = blockIdx.x; alive && row < n.rows; row += gridDim.x)
+#pragma unroll 1
+    for (u32 j = threadIdx.x; j < n.units; j += t.threads) {
+      u32 i = row * n.units + j;
+      if (i != first) unit = reinterpret_cast<const Quad*>(a.source)[i];
+      if (ARRIVAL == IN_WORDS) {
+        push_words(a, t, to + 16ull * (2u * i), pair_of(unit).low);
+        push_words(a, t, to + 16ull * (2u * i + 1u), pair_of(unit).high);
+      } else {
+        push_sentinel(a, to + 16ull * i, without_sentinel(unit));
+      }
+    }
+  epoch_read();
+  auto arrive = [&](u32 i, const Quad& own, bool& living) { return arrived<D, ARRIVAL>(a, t, i, own, living); };
   u32 turn = 0;
 #pragma unroll 1
   for (u32 row = blockIdx.x; row < n.rows; row += gridDim.x, ++turn) norm_row<D, ONE>(a, t, n, row, turn, alive, arrive);

@@ -1,5 +1,5 @@
 // The norm of a row, a block a row:
-//   out = h = round(reduced + residual);  norm_out = round(h * (1 / sqrt(mean(h^2) + eps)) * weight)
+//   out = h = round(reduced + residual);  norm_out = round(h * rsqrt(mean(h^2) + eps) * weight)
 // or norm_out in e4m3fn with a power-of-two scale a group of 128 of the rounded norm. Products and sums are written out
 // one by one, so that no compiler fuses them in one kernel and not in another.
 #pragma once
@@ -41,15 +41,20 @@ template <int D> DEVICE Quad narrow_unit(const float* from) {
   return unit;
 }
 
-// The sum over a row, in an order that depends on the number of threads alone; all threads of the block take part.
+// The sum over a row, in an order that depends on the number of threads alone. ROW_BARRIER is among the threads of rows.
 DEVICE float row_sum(const Turn& t, float mine, u32 turn) {
-  __shared__ float parts[2][512 / HALMA_WARP + 1];
+  const u32 MOST = 512 / HALMA_WARP;
+  __shared__ float parts[2][MOST];
 #pragma unroll
   for (u32 mask = HALMA_WARP / 2; mask > 0; mask /= 2) mine = add(mine, shuffle_xor(mine, mask));
   if (threadIdx.x % HALMA_WARP == 0u) parts[turn & 1u][threadIdx.x / HALMA_WARP] = mine;
-  block_barrier();
-  float total = parts[turn & 1u][0];
-  for (u32 w = 1; w < t.threads / HALMA_WARP; ++w) total = add(total, parts[turn & 1u][w]);
+  ROW_BARRIER(t);
+  float total = 0.0f;
+#pragma unroll
+  for (u32 w = 0; w < MOST; ++w) {
+    float part = parts[turn & 1u][w];  // all loads at once; those of warps that are not there do not count
+    total = add(total, w < t.threads / HALMA_WARP ? part : 0.0f);
+  }
   return total;
 }
 
@@ -102,7 +107,7 @@ template <int D> DEVICE void store_fp8(const Norm& n, u32 row, u32 j, bool live,
 
 // One row. `arrive(i, mine, alive)` gives the reduced unit i of the message, of which this rank's part is `mine`.
 // ONE: a row has at most one unit a thread, which stays in registers; else each thread reads back what it wrote to
-// `out`. Every thread of the block comes here, the spare warp for the barrier.
+// `out`. Every thread of rows comes here, for the barrier.
 template <int D, bool ONE, typename Arrive>
 DEVICE void norm_row(const Args& a, const Turn& t, const Norm& n, u32 row, u32 turn, bool& alive, Arrive arrive) {
   const u32 N = Elements<D>::N;
@@ -110,14 +115,15 @@ DEVICE void norm_row(const Args& a, const Turn& t, const Norm& n, u32 row, u32 t
   const Quad* residual = reinterpret_cast<const Quad*>(n.residual) + static_cast<u64>(row) * n.units;
   Quad* out = reinterpret_cast<Quad*>(a.out) + static_cast<u64>(row) * n.units;
   Quad* norm_out = reinterpret_cast<Quad*>(n.out) + static_cast<u64>(row) * n.units;
+  float share = divide(1.0f, static_cast<float>(n.units * N));
   u32 rounds = ONE ? 1u : (n.units + t.threads - 1u) / t.threads;
   Quad h = POISON;
   float squares = 0.0f, weight[N];
-  if (ONE && !t.spare && threadIdx.x < n.units) load_weight<D>(n, threadIdx.x, weight);
+  if (ONE && threadIdx.x < n.units) load_weight<D>(n, threadIdx.x, weight);
 #pragma unroll 1
   for (u32 k = 0; k < rounds; ++k) {
     u32 j = k * t.threads + threadIdx.x;
-    if (t.spare || j >= n.units) continue;
+    if (j >= n.units) continue;
     float sum[N], add_to[N];
     widen_unit<D>(residual[j], add_to);  // in flight while the peers' words are
     widen_unit<D>(arrive(row * n.units + j, source[j], alive), sum);
@@ -129,12 +135,11 @@ DEVICE void norm_row(const Args& a, const Turn& t, const Norm& n, u32 row, u32 t
 #pragma unroll
     for (u32 e = 0; e < N; ++e) squares = add(squares, multiply(sum[e], sum[e]));
   }
-  float mean = divide(row_sum(t, squares, turn), static_cast<float>(n.units * N));
-  float scale = divide(1.0f, square_root(add(mean, n.eps)));
+  float scale = reciprocal_root(add(multiply(row_sum(t, squares, turn), share), n.eps));
 #pragma unroll 1
   for (u32 k = 0; k < rounds; ++k) {
     u32 j = k * t.threads + threadIdx.x;
-    bool live = !t.spare && j < n.units;
+    bool live = j < n.units;
     Quad unit = POISON;
     if (live) {
       float y[N];

@@ -1,4 +1,6 @@
 // The norm behind an all-reduce of another kind; the same bits as the fused ones.
+#include "channel.h"
+#define ROW_BARRIER(t) block_barrier()
 #include "norm.h"
 
 // `source` is reduced already, or NaN after a fault; the channel is not touched.
@@ -6,8 +8,8 @@ template <int D, bool ONE> DEVICE void norm_alone(const Args& a, const Norm& n) 
   grid_wait();  // also a kernel that shares nothing waits: completion is not transitive (C17)
   grid_trigger();
   Turn t;
-  t.threads = blockDim.x - HALMA_WARP;
-  t.spare = threadIdx.x >= t.threads;
+  t.threads = blockDim.x;
+  t.spare = false;
   bool alive = true;
   auto arrive = [](u32, const Quad& mine, bool&) { return mine; };
   u32 turn = 0;

@@ -6,6 +6,16 @@
 // one is tested. As many as stay in registers.
 #define BATCH (SIZE == 2 ? 2u : 1u)
 
+// The first unit of a thread, under way before anything is known of the epoch or a fault.
+DEVICE u64 first_half(const Args& a, u32 i) {
+  return 8ull * i + 8u <= a.nbytes ? load8_now(a.source + 8ull * i) : i < units_of(a.nbytes, 8u) ? load_half(a.source, i, a.nbytes) : 0u;
+}
+DEVICE Quad first_unit(const Args& a, u32 i) {
+  return 16ull * i + 16u <= a.nbytes     ? quad_of(load16_now(a.source + 16ull * i))
+         : i < units_of(a.nbytes, 16u) ? load_unit(a.source, i, a.nbytes)
+                                       : Quad{{0u, 0u, 0u, 0u}};
+}
+
 DEVICE u64 lane_box(const Args& a, u32 epoch, u32 sender) { return a.lane + ((epoch & 1u) * SIZE + sender) * a.box; }
 
 // WORDS: 8 bytes of payload travel as two {data, epoch}.

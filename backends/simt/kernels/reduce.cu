@@ -24,75 +24,65 @@ template <int D> DEVICE Quad sum_unit(const Quad* data) {
 }
 
 template <int D> DEVICE void one_shot_words(const Args& a) {
-  Turn t = enter(a);
+  Turn t = begin(a);
+  if (t.spare) return serve(a, t);
+  u64 mine = first_half(a, t.first);
   u32 units = units_of(a.nbytes, 8u), rank = rank_of(a);
+  settle(t);
   u64 to = lane_box(a, t.epoch, rank);
-  if (t.spare) {
-    spare_before(a, t);
-  } else if (t.fault == 0u) {
+  if (t.fault != 0u) return give_up(a, t);
 #pragma unroll 1
-    for (u32 i = t.first; i < units; i += t.stride) push_words(a, t, to + 16ull * i, load_half(a.source, i, a.nbytes));
-  }
-  block_barrier();  // costs nothing here, where the words are still under way
-  if (t.spare) {
-    spare_after(a, t);
-  } else if (t.fault != 0u) {
-    poison(t, a.out, a.nbytes, true);
-  } else {
-    bool alive = true;
+  for (u32 i = t.first; i < units; i += t.stride)
+    push_words(a, t, to + 16ull * i, i == t.first ? mine : load_half(a.source, i, a.nbytes));
+  epoch_read();
+  bool alive = true;
 #pragma unroll 1
-    for (u32 i = t.first; i < units; i += t.stride) {
-      u64 data[1][SIZE], mine = load_half(a.source, i, a.nbytes);
-      alive = alive && poll_words<1>(a, t, i, 0u, units, peers_of(a), data);
+  for (u32 i = t.first; i < units; i += t.stride) {
+    u64 data[1][SIZE];
+    if (i != t.first) mine = load_half(a.source, i, a.nbytes);
+    alive = alive && poll_words<1>(a, t, i, 0u, units, peers_of(a), data);
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (p == rank) data[0][p] = mine;
-      store_half(a.out, i, a.nbytes, alive ? sum_half<D>(data[0]) : ~0ull, true);
-    }
+    for (u32 p = 0; p < SIZE; ++p)
+      if (p == rank) data[0][p] = mine;
+    store_half(a.out, i, a.nbytes, alive ? sum_half<D>(data[0]) : ~0ull, true);
   }
   if (time_to_scrub(t)) scrub(a, t, units, peers_of(a));
 }
 
 template <int D> DEVICE void one_shot_sentinel(const Args& a) {
-  Turn t = enter(a);
+  Turn t = begin(a);
+  if (t.spare) return serve(a, t);
+  Quad mine[BATCH];
+  mine[0] = first_unit(a, t.first);
   u32 units = units_of(a.nbytes, 16u), rank = rank_of(a);
+  settle(t);
   u64 to = lane_box(a, t.epoch, rank);
-  if (t.spare) {
-    spare_before(a, t);
-  } else if (t.fault == 0u) {
+  if (t.fault != 0u) return give_up(a, t);
 #pragma unroll 1
-    for (u32 i = t.first; i < units; i += BATCH * t.stride) {
-      Quad mine[BATCH];
+  for (u32 i = t.first; i < units; i += BATCH * t.stride) {
 #pragma unroll
-      for (u32 u = 0; u < BATCH; ++u)
-        if (i + u * t.stride < units) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
+    for (u32 u = 0; u < BATCH; ++u)
+      if (i + u * t.stride < units && (u > 0 || i != t.first)) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
 #pragma unroll
-      for (u32 u = 0; u < BATCH; ++u)
-        if (i + u * t.stride < units) push_sentinel(a, to + 16ull * (i + u * t.stride), without_sentinel(mine[u]));
-    }
+    for (u32 u = 0; u < BATCH; ++u)
+      if (i + u * t.stride < units) push_sentinel(a, to + 16ull * (i + u * t.stride), without_sentinel(mine[u]));
   }
-  block_barrier();
-  if (t.spare) {
-    spare_after(a, t);
-  } else if (t.fault != 0u) {
-    poison(t, a.out, a.nbytes, true);
-  } else {
-    bool alive = true;
+  epoch_read();
+  bool alive = true;
 #pragma unroll 1
-    for (u32 i = t.first; i < units; i += BATCH * t.stride) {
-      Quad data[BATCH][SIZE], mine[BATCH];
+  for (u32 i = t.first; i < units; i += BATCH * t.stride) {
+    Quad data[BATCH][SIZE];
 #pragma unroll
-      for (u32 u = 0; u < BATCH; ++u)
-        if (i + u * t.stride < units) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
-      alive = alive && poll_sentinel<BATCH>(a, t, i, t.stride, units, peers_of(a), data);
+    for (u32 u = 0; u < BATCH; ++u)
+      if (i + u * t.stride < units) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
+    alive = alive && poll_sentinel<BATCH>(a, t, i, t.stride, units, peers_of(a), data);
 #pragma unroll
-      for (u32 u = 0; u < BATCH; ++u) {
+    for (u32 u = 0; u < BATCH; ++u) {
 #pragma unroll
-        for (u32 p = 0; p < SIZE; ++p)
-          if (p == rank) data[u][p] = mine[u];
-        if (i + u * t.stride < units)
-          store_unit(a.out, i + u * t.stride, a.nbytes, alive ? sum_unit<D>(data[u]) : POISON, true);
-      }
+      for (u32 p = 0; p < SIZE; ++p)
+        if (p == rank) data[u][p] = mine[u];
+      if (i + u * t.stride < units)
+        store_unit(a.out, i + u * t.stride, a.nbytes, alive ? sum_unit<D>(data[u]) : POISON, true);
     }
   }
   if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
