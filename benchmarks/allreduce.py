@@ -5,8 +5,8 @@
 
 bf16, hidden size 4096; microseconds a call: median of ``--rounds`` replays, worst rank. One process a GPU, spawned here
 or by torchrun. NCCL is measured twice, in processes of their own: with graph mixing off, which is the one to compare
-with, and as it is, where adjacent calls in one graph cost about twice what they should. ``--virtual`` has no link between
-its ranks: its figures show what the protocol costs, and are marked so.
+with, and as it is, where adjacent calls in one graph cost about twice what they should. ``--virtual`` has no link
+between its ranks: its figures show what the protocol costs, and are marked so.
 """
 
 from __future__ import annotations
