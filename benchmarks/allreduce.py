@@ -136,23 +136,36 @@ def _check(ranks: Ranks, program: Callable[[int], None], outs: Sequence[torch.Te
         raise SystemExit(f"wrong result: {value} expected, {outs[0].flatten()[:4].tolist()} found")
 
 
-def our_rows(ranks: Ranks, plain: Ranks, bench: Bench, calls: int) -> dict[str, dict[int, float]]:
+def our_rows(ranks: Ranks, plain: Ranks, rounds: int, calls: int) -> dict[str, dict[int, float]]:
     """Rows of ours: name -> nbytes -> us. ``plain`` are the same ranks on a channel without dependent launch."""
     rows: dict[str, dict[int, float]] = {}
 
-    def row(name: str, sizes: Sequence[int], make: Callable[[int], Callable[[int], None]], how: str = "graph") -> None:
+    def row(
+        name: str,
+        on: Ranks,
+        sizes: Sequence[int],
+        make: Callable[[Ranks, int], Callable[[int], None]],
+        how: str = "graph",
+    ) -> None:
+        bench = Bench(on, rounds)
         measure = bench.graph if how == "graph" else bench.eager
         # 16 MiB a call in a graph of 200: a quarter of the calls say as much.
-        rows[name] = {n: measure(make(n), calls if n <= 1 << 20 else max(calls // 4, 10)) for n in sizes}
+        rows[name] = {n: measure(make(on, n), calls if n <= 1 << 20 else max(calls // 4, 10)) for n in sizes}
 
-    row("ours", SIZES, lambda n: ours(ranks, n, choice_for(n)))
-    row("ours, no dependent launch", SIZES, lambda n: ours(plain, n, choice_for(n)))
-    row("ours, staged (as with unknown atomicity)", SIZES, lambda n: ours(plain, n, choice_for(n, staged=True)))
-    row("ours, eager", SIZES[:8], lambda n: ours(ranks, n, choice_for(n)), "eager")
-    row("ours, skewed by 0 to 4 us a call, delays included", SIZES[:8], lambda n: _skewed(ranks, n))
-    row("delays alone", SIZES[:1], lambda n: _delays(ranks))
-    row("ours, fused", FUSED_SIZES, lambda n: ours_fused(ranks, n, choice_for(n, fused=True)))
-    row("ours, fused, no dependent launch", FUSED_SIZES, lambda n: ours_fused(plain, n, choice_for(n, fused=True)))
+    def push(on: Ranks, n: int) -> Callable[[int], None]:
+        return ours(on, n, choice_for(n))
+
+    def fused(on: Ranks, n: int) -> Callable[[int], None]:
+        return ours_fused(on, n, choice_for(n, fused=True))
+
+    row("ours", ranks, SIZES, push)
+    row("ours, no dependent launch", plain, SIZES, push)
+    row("ours, staged (as with unknown atomicity)", plain, SIZES, lambda on, n: ours(on, n, choice_for(n, staged=True)))
+    row("ours, eager", ranks, SIZES[:8], push, "eager")
+    row("ours, skewed by 0 to 4 us a call, delays included", ranks, SIZES[:8], _skewed)
+    row("delays alone", ranks, SIZES[:1], lambda on, n: _delays(on))
+    row("ours, fused", ranks, FUSED_SIZES, fused)
+    row("ours, fused, no dependent launch", plain, FUSED_SIZES, fused)
     return rows
 
 
@@ -210,7 +223,7 @@ def measure(arguments: argparse.Namespace) -> None:
         ranks: Ranks = make(device, layout, bound_ns=BOUND)
         plain: Ranks = make(device, layout, bound_ns=BOUND, dependent=False)
         for calls in arguments.calls:
-            found["calls"][calls] = our_rows(ranks, plain, Bench(ranks, arguments.rounds), calls)
+            found["calls"][calls] = our_rows(ranks, plain, arguments.rounds, calls)
         errors = [rank.channel.error() for part in (ranks, plain) for rank in part.here]
         if any(errors):
             raise SystemExit(f"a channel faulted: {errors}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from halma.backends.simt.geometry import Geometry, geometry, norm_threads, room
+from halma.backends.simt.geometry import MOST_THREADS, Geometry, geometry, norm_threads, room
 from halma.backends.simt.sources import DTYPES, SITE_FIELDS, UNITS, Target, source
 from halma.hal.arena.layout import MAX_BLOCKS, Lane
 from halma.hal.backend import Backend, Stream
@@ -195,9 +195,6 @@ class SimtChannel:
         if found or way is None:
             raise CollectiveError(f"a channel cannot do {call.describe()}", found=found)
         shape = row_units | (call.nbytes // (16 * row_units) if row_units else 0) << 32
-        name = _kernel_name(call, way, fused, row_units)
-        if name not in self._kernels:
-            raise CollectiveError(f"a channel cannot do {call.describe()}", found=f"no kernel {name} for its layout")
         place = geometry(
             call,
             choice.algorithm,
@@ -209,6 +206,9 @@ class SimtChannel:
         )
         if choice.threads > 1 and not fused:  # 1 is "not chosen"
             place = Geometry(choice.blocks, choice.threads, place.pieces)
+        name = _kernel_name(call, way, fused, row_units, place)
+        if name not in self._kernels:
+            raise CollectiveError(f"a channel cannot do {call.describe()}", found=f"no kernel {name} for its layout")
         apart = choice.wire in (Wire.CHUNKS, Wire.FLAGS) and call.kind is not Kind.BARRIER
         lane, width = self._lane_words(call, choice, box, place)
         warp = self.target.warp_width
@@ -364,7 +364,8 @@ class SimtChannel:
         self._side.synchronize()
 
 
-def _kernel_name(call: Call, way: str, fused: bool, row_units: int) -> str:
+def _kernel_name(call: Call, way: str, fused: bool, row_units: int, place: Geometry) -> str:
+    """The entry point; ``one`` where no thread has more than one unit, all of them whole."""
     if call.kind is Kind.BARRIER:
         return "barrier_staged" if way.startswith("staged") else "barrier_words"
     if call.kind is Kind.ALL_GATHER:
@@ -372,8 +373,10 @@ def _kernel_name(call: Call, way: str, fused: bool, row_units: int) -> str:
     if call.kind is Kind.BROADCAST:
         return f"broadcast_{way}"
     if fused:
-        return f"norm_{way}_{'wide_' if row_units > 512 else ''}{call.dtype}"
-    return f"all_reduce_{way}_{call.dtype}"
+        return f"norm_{way}_{'wide_' if row_units > MOST_THREADS else ''}{call.dtype}"
+    unit = {"words": 8, "sentinel": 16}.get(way, 0)
+    one = unit and call.nbytes % unit == 0 and call.nbytes // unit <= place.blocks * place.threads
+    return f"all_reduce_{way}_{'one_' if one else ''}{call.dtype}"
 
 
 def _row_refusals(call: Call, row_length: int, itemsize: int) -> list[str]:

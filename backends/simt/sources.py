@@ -55,7 +55,11 @@ def _by_dtype(*names: str) -> tuple[str, ...]:
 
 
 UNITS: Final = {
-    "reduce": Unit("reduce.cu", _by_dtype("all_reduce_words", "all_reduce_sentinel", "all_reduce_chunks"), True),
+    "reduce": Unit(
+        "reduce.cu",
+        _by_dtype(*(f"all_reduce_{way}" for way in ("words", "words_one", "sentinel", "sentinel_one", "chunks"))),
+        True,
+    ),
     "move": Unit(
         "move.cu",
         (

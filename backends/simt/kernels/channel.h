@@ -86,12 +86,9 @@ struct Turn {
 DEVICE u32 after(u32 epoch) { return epoch == HALMA_EPOCH_LAST ? HALMA_EPOCH_AFTER_LAST : epoch + 1u; }
 DEVICE bool later(u32 seen, u32 expected) { return seen != 0u && static_cast<int>(seen - expected) > 0; }
 
-// Nothing shared is touched before the wait (C17). The input too is read only after it: it is usually written by the
-// kernel just before, which a dependent launch may overtake.
-//
-// `apart`: the last block does nothing but the header, for kernels whose barriers every warp of a block must join.
-// Leaves the loads of epoch and fault under way: settle() waits for them, so that others may join them before it.
-DEVICE Turn begin(const Args& a, bool apart = false) {
+// Where a thread stands. `apart`: the last block does nothing but the header, for kernels whose barriers every warp of
+// a block must join.
+DEVICE Turn stand(const Args& a, bool apart = false) {
   Turn t;
   u32 blocks = apart ? gridDim.x - 1u : gridDim.x;
   t.threads = blockDim.x - HALMA_WARP;
@@ -103,15 +100,26 @@ DEVICE Turn begin(const Args& a, bool apart = false) {
   if (t.spare && blockIdx.x == t.header) {  // never changes, so it may be read before the wait
     t.headers = a.site[SITE_HEADERS], t.recorder = a.site[SITE_RECORDER], t.entries = a.site[SITE_RECORDER_ENTRIES];
   }
+  return t;
+}
+// Nothing shared is touched before the wait (C17). The input too is read only after it: it is usually written by the
+// kernel just before, which a dependent launch may overtake. The loads of epoch and fault are left under way: settle()
+// waits for them, so that others may join them before it.
+DEVICE void start(const Args& a, Turn& t) {
+  const u8* cell = a.control + HALMA_EPOCH_CELLS + 4u * blockIdx.x;
+  const u8* fault = a.control + HALMA_FAULT;
+#if HALMA_USES_PUSH
+  settle_address(cell), settle_address(fault);
+#endif
   grid_wait();
   grid_trigger();
-  t.epoch = HALMA_ORDER_EPOCH_LOAD(a.control + HALMA_EPOCH_CELLS + 4u * blockIdx.x);
-  t.fault = HALMA_ORDER_FAULT_LOAD(a.control + HALMA_FAULT);
-  return t;
+  t.epoch = HALMA_ORDER_EPOCH_LOAD(cell);
+  t.fault = HALMA_ORDER_FAULT_LOAD(fault);
 }
 DEVICE void settle(Turn& t) { t.epoch = after(t.epoch); }
 DEVICE Turn enter(const Args& a, bool apart = false) {
-  Turn t = begin(a, apart);
+  Turn t = stand(a, apart);
+  start(a, t);
   settle(t);
   return t;
 }
@@ -165,7 +173,7 @@ DEVICE bool again(const Args& a, const Turn& t, Wait& wait, u32 algorithm, Culpr
 #if HALMA_MEASURE_WITHOUT_BOUNDS
   return true;
 #else
-  if ((++wait.polls & (POLLS_A_LOOK - 1u)) != 0u) return true;
+  if (!RARE((++wait.polls & (POLLS_A_LOOK - 1u)) == 0u)) return true;
   u32 peer = 0u, seen = 0u;
   culprit(peer, seen);
   wait.since = look(a.control, digest_of(a), t.epoch, wait.since, peer, t.epoch, seen, algorithm);
@@ -324,7 +332,7 @@ DEVICE bool begin_apart(const Args& a, const Turn& t) {
   return alive;
 }
 
-DEVICE bool time_to_scrub(const Turn& t) { return (t.epoch & 0xffffeu) == 0u; }
+DEVICE bool time_to_scrub(const Turn& t) { return RARE((t.epoch & 0xffffeu) == 0u); }
 
 // --------------------------------------------------------------------------------------- pieces of payload
 DEVICE u32 units_of(u64 nbytes, u32 unit) { return static_cast<u32>((nbytes + unit - 1u) / unit); }
@@ -355,12 +363,12 @@ DEVICE u32 bytes_left(u64 at, u64 nbytes, u32 most) {
 // Bytes [16 i, 16 i + 16) of a message; missing bytes of the last unit are zero.
 DEVICE Quad load_unit(const u8* from, u32 i, u64 nbytes) {
   u64 at = 16ull * i;
-  if (at + 16u <= nbytes) return *reinterpret_cast<const Quad*>(from + at);
+  if (!RARE(at + 16u > nbytes)) return *reinterpret_cast<const Quad*>(from + at);
   return quad_of(load_bytes(from + at, bytes_left(at, nbytes, 16u)));
 }
 DEVICE void store_unit(u8* to, u32 i, u64 nbytes, const Quad& unit, bool aligned) {
   u64 at = 16ull * i;
-  if (aligned && at + 16u <= nbytes) {
+  if (!RARE(!aligned || at + 16u > nbytes)) {
     *reinterpret_cast<Quad*>(to + at) = unit;
   } else {
     store_bytes(to + at, pair_of(unit).low, pair_of(unit).high, bytes_left(at, nbytes, 16u));
@@ -369,12 +377,12 @@ DEVICE void store_unit(u8* to, u32 i, u64 nbytes, const Quad& unit, bool aligned
 // The same in units of 8 bytes.
 DEVICE u64 load_half(const u8* from, u32 i, u64 nbytes) {
   u64 at = 8ull * i;
-  if (at + 8u <= nbytes) return *reinterpret_cast<const u64*>(from + at);
+  if (!RARE(at + 8u > nbytes)) return *reinterpret_cast<const u64*>(from + at);
   return load_bytes(from + at, bytes_left(at, nbytes, 8u)).low;
 }
 DEVICE void store_half(u8* to, u32 i, u64 nbytes, u64 half, bool aligned) {
   u64 at = 8ull * i;
-  if (aligned && at + 8u <= nbytes) {
+  if (!RARE(!aligned || at + 8u > nbytes)) {
     *reinterpret_cast<u64*>(to + at) = half;
   } else {
     store_bytes(to + at, half, 0u, bytes_left(at, nbytes, 8u));

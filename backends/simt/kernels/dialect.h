@@ -31,6 +31,8 @@ struct alignas(16) Quad { u32 word[4]; };
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "sizes of the dialect's integers");
 
 #define DEVICE static __device__ __forceinline__
+// Rare paths are laid out behind the usual ones: a call runs once through code that is seldom in the nearest cache.
+#define RARE(condition) (__builtin_expect(static_cast<bool>(condition), false))
 
 DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
@@ -105,15 +107,21 @@ DEVICE void barrier_arrive(u32 threads) { asm volatile("barrier.arrive 1, %0;" :
 DEVICE void barrier_await(u32 threads) { asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); }
 // Barrier 2, among the first `threads` threads of the block alone.
 DEVICE void barrier_among(u32 threads) { asm volatile("barrier.sync 2, %0;" ::"r"(threads) : "memory"); }
-// Ordinary loads that are under way from here on: the compiler must not move them behind a branch.
-DEVICE u64 load8_now(const void* from) {
-  u64 value;
-  asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(from));
+// The address is known from here on: arithmetic that would otherwise be done when time is short.
+DEVICE void settle_address(u8*& address) { asm volatile("" : "+l"(address)); }
+DEVICE void settle_address(const u8*& address) { asm volatile("" : "+l"(address)); }
+// Ordinary loads that are under way from here on, without a branch that would first wait for something else; where
+// `wanted` is false nothing is read and the value is 0.
+DEVICE u64 load8_now(const void* from, bool wanted) {
+  u64 value = 0u;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u64 %0, [%1]; }"
+               : "+l"(value) : "l"(from), "r"(static_cast<u32>(wanted)));
   return value;
 }
-DEVICE Pair load16_now(const void* from) {
-  Pair value;
-  asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "l"(from));
+DEVICE Pair load16_now(const void* from, bool wanted) {
+  Pair value{0u, 0u};
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u64 {%0, %1}, [%2]; }"
+               : "+l"(value.low), "+l"(value.high) : "l"(from), "r"(static_cast<u32>(wanted)));
   return value;
 }
 #endif

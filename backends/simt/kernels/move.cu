@@ -4,12 +4,13 @@
 #include "push.h"
 
 // `senders`: ranks whose payload moves. From rank p it goes to out + p * spacing.
-DEVICE void move_words(const Args& a, u32 senders, u64 spacing) {
-  Turn t = begin(a);
-  if (t.spare) return serve(a, t);
+template <u32 SENDERS> DEVICE void move_words(const Args& a, u32 senders, u64 spacing) {
+  Turn t = stand(a);
   u32 units = units_of(a.nbytes, 8u), rank = rank_of(a);
   bool sends = (senders >> rank & 1u) != 0u, aligned = (spacing & 7u) == 0u;
-  u64 mine = sends ? first_half(a, t.first) : 0u;
+  start(a, t);
+  if (t.spare) return serve(a, t);
+  u64 mine = sends && t.first < units ? load_half(a.source, t.first, a.nbytes) : 0u;
   settle(t);
   u64 to = lane_box(a, t.epoch, rank);
   u8* kept = a.out + rank * spacing;
@@ -21,22 +22,24 @@ DEVICE void move_words(const Args& a, u32 senders, u64 spacing) {
     if (kept != a.source) store_half(kept, i, a.nbytes, mine, aligned);
   }
   epoch_read();
-  u32 awaited = senders & peers_of(a);
+  u32 awaited = senders & peers_of(a), root = root_of(a);
+  auto sender = [=](u32 q) { return root < SIZE ? root : other(rank, q); };
 #pragma unroll 1
   for (u32 i = t.first; i < units; i += t.stride) {
-    u64 data[1][SIZE];
-    alive = alive && poll_words<1>(a, t, i, 0u, units, awaited, data);
+    u64 data[1][SENDERS];
+    if (awaited != 0u) alive = alive && poll_words<1, SENDERS>(a, t, i, 0u, units, sender, data);
 #pragma unroll
-    for (u32 p = 0; p < SIZE; ++p)
-      if (alive ? (awaited >> p & 1u) != 0u : (senders >> p & 1u) != 0u)
-        store_half(a.out + p * spacing, i, a.nbytes, alive ? data[0][p] : ~0ull, aligned);
+    for (u32 q = 0; q < SENDERS; ++q)
+      if (awaited != 0u) store_half(a.out + sender(q) * spacing, i, a.nbytes, alive ? data[0][q] : ~0ull, aligned);
+    if (!alive && sends) store_half(kept, i, a.nbytes, ~0ull, aligned);
   }
   if (time_to_scrub(t)) scrub(a, t, units, awaited);
 }
 
 // The same with a sentinel, for floats only: all ones arrives as another NaN, here too, so that all ranks have the same.
-DEVICE void move_sentinel(const Args& a, u32 senders, u64 spacing) {
-  Turn t = begin(a);
+template <u32 SENDERS> DEVICE void move_sentinel(const Args& a, u32 senders, u64 spacing) {
+  Turn t = stand(a);
+  start(a, t);
   if (t.spare) return serve(a, t);
   settle(t);
   u32 units = units_of(a.nbytes, 16u), rank = rank_of(a);
@@ -50,15 +53,16 @@ DEVICE void move_sentinel(const Args& a, u32 senders, u64 spacing) {
     store_unit(a.out + rank * spacing, i, a.nbytes, mine, aligned);
   }
   epoch_read();
-  u32 awaited = senders & peers_of(a);
+  u32 awaited = senders & peers_of(a), root = root_of(a);
+  auto sender = [=](u32 q) { return root < SIZE ? root : other(rank, q); };
 #pragma unroll 1
   for (u32 i = t.first; i < units; i += t.stride) {
-    Quad data[1][SIZE];
-    alive = alive && poll_sentinel<1>(a, t, i, 0u, units, awaited, data);
+    Quad data[1][SENDERS];
+    if (awaited != 0u) alive = alive && poll_sentinel<1, SENDERS>(a, t, i, 0u, units, sender, data);
 #pragma unroll
-    for (u32 p = 0; p < SIZE; ++p)
-      if (alive ? (awaited >> p & 1u) != 0u : (senders >> p & 1u) != 0u)
-        store_unit(a.out + p * spacing, i, a.nbytes, alive ? data[0][p] : POISON, aligned);
+    for (u32 q = 0; q < SENDERS; ++q)
+      if (awaited != 0u) store_unit(a.out + sender(q) * spacing, i, a.nbytes, alive ? data[0][q] : POISON, aligned);
+    if (!alive && sends) store_unit(a.out + rank * spacing, i, a.nbytes, POISON, aligned);
   }
   if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
 }
@@ -105,11 +109,11 @@ DEVICE void move_chunks(const Args& a, u32 senders, u64 spacing) {
 
 KERNEL all_gather_words(PARAMS) {
   Args a = PACKED;
-  move_words(a, EVERYBODY, a.nbytes);
+  move_words<OTHERS>(a, EVERYBODY, a.nbytes);
 }
 KERNEL all_gather_sentinel(PARAMS) {
   Args a = PACKED;
-  move_sentinel(a, EVERYBODY, a.nbytes);
+  move_sentinel<OTHERS>(a, EVERYBODY, a.nbytes);
 }
 KERNEL all_gather_chunks(PARAMS) {
   Args a = PACKED;
@@ -117,11 +121,11 @@ KERNEL all_gather_chunks(PARAMS) {
 }
 KERNEL broadcast_words(PARAMS) {
   Args a = PACKED;
-  move_words(a, 1u << root_of(a), 0u);
+  move_words<1>(a, 1u << root_of(a), 0u);
 }
 KERNEL broadcast_sentinel(PARAMS) {
   Args a = PACKED;
-  move_sentinel(a, 1u << root_of(a), 0u);
+  move_sentinel<1>(a, 1u << root_of(a), 0u);
 }
 KERNEL broadcast_chunks(PARAMS) {
   Args a = PACKED;
@@ -131,7 +135,8 @@ KERNEL broadcast_chunks(PARAMS) {
 // The header words are all there is to a barrier.
 KERNEL barrier_words(PARAMS) {
   Args a = PACKED;
-  Turn t = begin(a);
+  Turn t = stand(a);
+  start(a, t);
   if (t.spare) return serve(a, t);
   settle(t);
   epoch_read();

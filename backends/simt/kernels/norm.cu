@@ -20,33 +20,36 @@ template <int D> DEVICE Quad sum_arrived(const Quad* data) {
 
 // The reduced unit i of the message, of which this rank's own part is `mine`.
 template <int D, int ARRIVAL> DEVICE Quad arrived(const Args& a, const Turn& t, u32 i, const Quad& mine, bool& alive) {
-  Quad data[1][SIZE];
+  u32 rank = rank_of(a);
+  auto sender = [=](u32 q) { return other(rank, q); };
+  Quad others[1][OTHERS], data[SIZE];
   if (ARRIVAL == IN_WORDS) {
-    u64 halves[2][SIZE];
+    u64 halves[2][OTHERS];
     if (SIZE <= 4) {
-      alive = alive && poll_words<2>(a, t, 2u * i, 1u, ~0u, peers_of(a), halves);
+      alive = alive && poll_words<2, OTHERS>(a, t, 2u * i, 1u, ~0u, sender, halves);
     } else {  // one half after the other: registers
-      alive = alive && poll_words<1>(a, t, 2u * i, 0u, ~0u, peers_of(a), halves);
-      alive = alive && poll_words<1>(a, t, 2u * i + 1u, 0u, ~0u, peers_of(a), halves + 1);
+      alive = alive && poll_words<1, OTHERS>(a, t, 2u * i, 0u, ~0u, sender, halves);
+      alive = alive && poll_words<1, OTHERS>(a, t, 2u * i + 1u, 0u, ~0u, sender, halves + 1);
     }
 #pragma unroll
-    for (u32 p = 0; p < SIZE; ++p) data[0][p] = quad_of(Pair{halves[0][p], halves[1][p]});
+    for (u32 q = 0; q < OTHERS; ++q) others[0][q] = quad_of(Pair{halves[0][q], halves[1][q]});
   } else {
-    alive = alive && poll_sentinel<1>(a, t, i, 0u, ~0u, peers_of(a), data);
+    alive = alive && poll_sentinel<1, OTHERS>(a, t, i, 0u, ~0u, sender, others);
   }
 #pragma unroll
-  for (u32 p = 0; p < SIZE; ++p)
-    if (p == rank_of(a)) data[0][p] = mine;
-  return alive ? sum_arrived<D>(data[0]) : POISON;
+  for (u32 p = 0; p < SIZE; ++p) data[p] = in_order(others[0], mine, rank, p);
+  return alive ? sum_arrived<D>(data) : POISON;
 }
 
 template <int D, bool ONE, int ARRIVAL> DEVICE void fused(const Args& a, const Norm& n) {
-  Turn t = begin(a);
-  if (t.spare) return serve(a, t);
+  Turn t = stand(a);
   u32 first = blockIdx.x * n.units + threadIdx.x;  // the grid has no more blocks than there are rows
   bool mine = threadIdx.x < n.units;
-  Quad unit = POISON;
-  if (mine) unit = quad_of(load16_now(a.source + 16ull * first));
+  const u8* from = a.source + 16ull * first;
+  settle_address(from);
+  start(a, t);
+  Quad unit = quad_of(load16_now(from, mine && !t.spare));
+  if (t.spare) return serve(a, t);
   settle(t);
   u64 to = lane_box(a, t.epoch, rank_of(a));
   bool alive = t.fault == 0u;

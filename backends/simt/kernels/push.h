@@ -6,22 +6,40 @@
 // one is tested. As many as stay in registers.
 #define BATCH (SIZE == 2 ? 2u : 1u)
 
-// The first unit of a thread, under way before anything is known of the epoch or a fault.
-DEVICE u64 first_half(const Args& a, u32 i) {
-  return 8ull * i + 8u <= a.nbytes ? load8_now(a.source + 8ull * i) : i < units_of(a.nbytes, 8u) ? load_half(a.source, i, a.nbytes) : 0u;
-}
-DEVICE Quad first_unit(const Args& a, u32 i) {
-  return 16ull * i + 16u <= a.nbytes     ? quad_of(load16_now(a.source + 16ull * i))
-         : i < units_of(a.nbytes, 16u) ? load_unit(a.source, i, a.nbytes)
-                                       : Quad{{0u, 0u, 0u, 0u}};
-}
-
 DEVICE u64 lane_box(const Args& a, u32 epoch, u32 sender) { return a.lane + ((epoch & 1u) * SIZE + sender) * a.box; }
 
+// The ranks but this one, in order; and a value of every rank in order, of which `mine` is this one's.
+#define OTHERS (SIZE - 1u)
+DEVICE u32 other(u32 rank, u32 q) { return q + (q >= rank ? 1u : 0u); }
+template <typename T> DEVICE T in_order(const T* others, const T& mine, u32 rank, u32 p) {
+  T before = p < OTHERS ? others[p] : mine, behind = p > 0u ? others[p - 1u] : mine;
+  return p == rank ? mine : p < rank ? before : behind;
+}
+
+// Where this thread's first unit goes in every peer's even buffer, worked out before the wait.
+struct Aim {
+  u8* to[OTHERS];
+  u64 odd;  // to the odd buffer
+};
+DEVICE Aim aim(const Args& a, u64 offset) {
+  Aim aimed;
+#pragma unroll
+  for (u32 q = 0; q < OTHERS; ++q) {
+    aimed.to[q] = peer_at(a, other(rank_of(a), q)) + (a.lane + rank_of(a) * a.box + offset);
+    settle_address(aimed.to[q]);
+  }
+  aimed.odd = SIZE * a.box;
+  return aimed;
+}
+DEVICE u64 turned(const Aim& aimed, const Turn& t) { return (t.epoch & 1u) != 0u ? aimed.odd : 0u; }
+
 // WORDS: 8 bytes of payload travel as two {data, epoch}.
-DEVICE void push_words(const Args& a, const Turn& t, u64 at, u64 data) {
+DEVICE Pair words_of(const Turn& t, u64 data) {
   u64 flag = static_cast<u64>(t.epoch) << 32;
-  Pair words{flag | (data & 0xffffffffull), flag | data >> 32};
+  return Pair{flag | static_cast<u32>(data), flag | data >> 32};
+}
+DEVICE void push_words(const Args& a, const Turn& t, u64 at, u64 data) {
+  Pair words = words_of(t, data);
 #pragma unroll
   for (u32 p = 0; p < SIZE; ++p)
     if (p != rank_of(a)) HALMA_ORDER_WORD_STORE(a.peer[p] + at, words);
@@ -31,7 +49,7 @@ DEVICE bool words_here(const Pair& words, u32 epoch) {
   return static_cast<u32>(words.low >> 32) == epoch && static_cast<u32>(words.high >> 32) == epoch;
 }
 
-DEVICE u64 words_payload(const Pair& words) { return (words.low & 0xffffffffull) | words.high << 32; }
+DEVICE u64 words_payload(const Pair& words) { return static_cast<u32>(words.low) | words.high << 32; }
 
 DEVICE u32 flag_seen(const Pair& words, u32 epoch) {
   u32 first = static_cast<u32>(words.low >> 32);
@@ -56,69 +74,78 @@ DEVICE bool sentinel_here(const Quad& unit) {
   return unit.word[0] != ~0u && unit.word[1] != ~0u && unit.word[2] != ~0u && unit.word[3] != ~0u;
 }
 
-// The payload of units i, i + step, ... (`COUNT` of them, those under `units`) of every rank whose bit is in `senders`;
-// other ranks' entries stay as they are. False after a fault.
-#define WANTED(u, p) (i + (u) * step < units && (senders >> (p) & 1u) != 0u)
-template <u32 COUNT>
-DEVICE bool poll_words(const Args& a, const Turn& t, u32 i, u32 step, u32 units, u32 senders, u64 (*data)[SIZE]) {
+// The payload of units i, i + step, ... (`COUNT` of them, those under `units`) from the ranks sender(0), sender(1), ...
+// False after a fault.
+#define WANTED(u) ((u) == 0u || i + (u) * step < units)
+template <u32 COUNT, u32 SENDERS, typename Sender>
+DEVICE bool poll_words(const Args& a, const Turn& t, u32 i, u32 step, u32 units, Sender sender, u64 (*data)[SENDERS]) {
+  const u8* from[SENDERS];
+#pragma unroll
+  for (u32 q = 0; q < SENDERS; ++q) {
+    from[q] = a.own + lane_box(a, t.epoch, sender(q)) + 16ull * i;
+    settle_address(from[q]);
+  }
   Wait wait{0u, 0u};
-  Pair words[COUNT][SIZE];
+  Pair words[COUNT][SENDERS];
   for (;;) {
     bool here = true;
 #pragma unroll
     for (u32 u = 0; u < COUNT; ++u)
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (WANTED(u, p))
-          words[u][p] = HALMA_ORDER_WORD_LOAD(a.own + lane_box(a, t.epoch, p) + 16ull * (i + u * step));
+      for (u32 q = 0; q < SENDERS; ++q)
+        if (WANTED(u)) words[u][q] = HALMA_ORDER_WORD_LOAD(from[q] + 16ull * u * step);
 #pragma unroll
     for (u32 u = 0; u < COUNT; ++u)
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (WANTED(u, p)) here = here && words_here(words[u][p], t.epoch);
+      for (u32 q = 0; q < SENDERS; ++q)
+        if (WANTED(u)) here &= words_here(words[u][q], t.epoch);
     if (here) break;
     auto culprit = [&](u32& who, u32& what) {
 #pragma unroll
       for (u32 u = 0; u < COUNT; ++u)
 #pragma unroll
-        for (u32 p = 0; p < SIZE; ++p)
-          if (WANTED(u, p) && !words_here(words[u][p], t.epoch))
-            who = p, what = flag_seen(words[u][p], t.epoch);
+        for (u32 q = 0; q < SENDERS; ++q)
+          if (WANTED(u) && !words_here(words[u][q], t.epoch)) who = sender(q), what = flag_seen(words[u][q], t.epoch);
     };
     if (!again(a, t, wait, algorithm_of(a), culprit)) return false;
   }
 #pragma unroll
   for (u32 u = 0; u < COUNT; ++u)
 #pragma unroll
-    for (u32 p = 0; p < SIZE; ++p)
-      if (WANTED(u, p)) data[u][p] = words_payload(words[u][p]);
+    for (u32 q = 0; q < SENDERS; ++q)
+      if (WANTED(u)) data[u][q] = words_payload(words[u][q]);
   return true;
 }
 
-template <u32 COUNT>
-DEVICE bool poll_sentinel(const Args& a, const Turn& t, u32 i, u32 step, u32 units, u32 senders, Quad (*data)[SIZE]) {
+template <u32 COUNT, u32 SENDERS, typename Sender>
+DEVICE bool poll_sentinel(const Args& a, const Turn& t, u32 i, u32 step, u32 units, Sender sender, Quad (*data)[SENDERS]) {
+  const u8* from[SENDERS];
+#pragma unroll
+  for (u32 q = 0; q < SENDERS; ++q) {
+    from[q] = a.own + lane_box(a, t.epoch, sender(q)) + 16ull * i;
+    settle_address(from[q]);
+  }
   Wait wait{0u, 0u};
   for (;;) {
     bool here = true;
 #pragma unroll
     for (u32 u = 0; u < COUNT; ++u)
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (WANTED(u, p))
-          data[u][p] = quad_of(HALMA_ORDER_SENTINEL_LOAD(a.own + lane_box(a, t.epoch, p) + 16ull * (i + u * step)));
+      for (u32 q = 0; q < SENDERS; ++q)
+        if (WANTED(u)) data[u][q] = quad_of(HALMA_ORDER_SENTINEL_LOAD(from[q] + 16ull * u * step));
 #pragma unroll
     for (u32 u = 0; u < COUNT; ++u)
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (WANTED(u, p)) here = here && sentinel_here(data[u][p]);
+      for (u32 q = 0; q < SENDERS; ++q)
+        if (WANTED(u)) here &= sentinel_here(data[u][q]);
     if (here) break;
     auto culprit = [&](u32& who, u32& what) {
       what = ~0u;
 #pragma unroll
       for (u32 u = 0; u < COUNT; ++u)
 #pragma unroll
-        for (u32 p = 0; p < SIZE; ++p)
-          if (WANTED(u, p) && !sentinel_here(data[u][p])) who = p;
+        for (u32 q = 0; q < SENDERS; ++q)
+          if (WANTED(u) && !sentinel_here(data[u][q])) who = sender(q);
     };
     if (!again(a, t, wait, algorithm_of(a) | NO_FLAG, culprit)) return false;
   }
@@ -126,9 +153,9 @@ DEVICE bool poll_sentinel(const Args& a, const Turn& t, u32 i, u32 step, u32 uni
 #pragma unroll
   for (u32 u = 0; u < COUNT; ++u)
 #pragma unroll
-    for (u32 p = 0; p < SIZE; ++p)
-      if (WANTED(u, p))
-        HALMA_ORDER_SENTINEL_CLEAR(a.own + lane_box(a, t.epoch, p) + 16ull * (i + u * step), (Pair{~0ull, ~0ull}));
+    for (u32 q = 0; q < SENDERS; ++q)
+      if (WANTED(u))
+        HALMA_ORDER_SENTINEL_CLEAR(const_cast<u8*>(from[q]) + 16ull * u * step, (Pair{~0ull, ~0ull}));
   return true;
 }
 

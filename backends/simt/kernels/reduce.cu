@@ -4,13 +4,6 @@
 #include "numbers.h"
 #include "push.h"
 
-template <int D> DEVICE u64 sum_half(const u64* data) {
-  u32 low[SIZE], high[SIZE];
-#pragma unroll
-  for (u32 p = 0; p < SIZE; ++p) low[p] = static_cast<u32>(data[p]), high[p] = static_cast<u32>(data[p] >> 32);
-  return sum_words<D, SIZE>(low) | static_cast<u64>(sum_words<D, SIZE>(high)) << 32;
-}
-
 template <int D> DEVICE Quad sum_unit(const Quad* data) {
   Quad sum;
 #pragma unroll
@@ -23,46 +16,85 @@ template <int D> DEVICE Quad sum_unit(const Quad* data) {
   return sum;
 }
 
-template <int D> DEVICE void one_shot_words(const Args& a) {
-  Turn t = begin(a);
-  if (t.spare) return serve(a, t);
-  u64 mine = first_half(a, t.first);
-  u32 units = units_of(a.nbytes, 8u), rank = rank_of(a);
-  settle(t);
+// Of what came from the others and this rank's own.
+template <int D> DEVICE u64 sum_half(const u64* others, u64 mine, u32 rank) {
+  u32 low[SIZE], high[SIZE];
+#pragma unroll
+  for (u32 p = 0; p < SIZE; ++p) {
+    u64 half = in_order(others, mine, rank, p);
+    low[p] = static_cast<u32>(half), high[p] = static_cast<u32>(half >> 32);
+  }
+  return sum_words<D, SIZE>(low) | static_cast<u64>(sum_words<D, SIZE>(high)) << 32;
+}
+template <int D> DEVICE Quad sum_with(const Quad* others, const Quad& mine, u32 rank) {
+  Quad data[SIZE];
+#pragma unroll
+  for (u32 p = 0; p < SIZE; ++p) data[p] = in_order(others, mine, rank, p);
+  return sum_unit<D>(data);
+}
+
+// Any number of units; the last may be short.
+template <int D> DEVICE void many_words(const Args& a, Turn t, u32 units) {
+  u32 rank = rank_of(a);
   u64 to = lane_box(a, t.epoch, rank);
-  if (t.fault != 0u) return give_up(a, t);
 #pragma unroll 1
-  for (u32 i = t.first; i < units; i += t.stride)
-    push_words(a, t, to + 16ull * i, i == t.first ? mine : load_half(a.source, i, a.nbytes));
+  for (u32 i = t.first; i < units; i += t.stride) push_words(a, t, to + 16ull * i, load_half(a.source, i, a.nbytes));
   epoch_read();
   bool alive = true;
 #pragma unroll 1
   for (u32 i = t.first; i < units; i += t.stride) {
-    u64 data[1][SIZE];
-    if (i != t.first) mine = load_half(a.source, i, a.nbytes);
-    alive = alive && poll_words<1>(a, t, i, 0u, units, peers_of(a), data);
+    u64 data[1][OTHERS], mine = load_half(a.source, i, a.nbytes);
+    alive = alive && poll_words<1, OTHERS>(a, t, i, 0u, units, [=](u32 q) { return other(rank, q); }, data);
+    store_half(a.out, i, a.nbytes, alive ? sum_half<D>(data[0], mine, rank) : ~0ull, true);
+  }
+}
+
+// At most one unit a thread, each whole: the shortest way, for the smallest messages.
+template <int D> DEVICE void one_word(const Args& a) {
+  Turn t = stand(a);
+  u32 units = units_of(a.nbytes, 8u), rank = rank_of(a);
+  bool live = t.first < units && !t.spare;
+  const u8* from = a.source + 8ull * t.first;
+  settle_address(from);
+  Aim aimed = aim(a, 16ull * t.first);
+  start(a, t);
+  u64 mine = load8_now(from, live);
+  if (t.spare) return serve(a, t);
+  settle(t);
+  if (RARE(t.fault != 0u)) return give_up(a, t);
+  Pair words = words_of(t, mine);
 #pragma unroll
-    for (u32 p = 0; p < SIZE; ++p)
-      if (p == rank) data[0][p] = mine;
-    store_half(a.out, i, a.nbytes, alive ? sum_half<D>(data[0]) : ~0ull, true);
+  for (u32 q = 0; q < OTHERS; ++q)
+    if (live) HALMA_ORDER_WORD_STORE(aimed.to[q] + turned(aimed, t), words);
+  epoch_read();
+  if (live) {
+    u64 data[1][OTHERS];
+    bool alive = poll_words<1, OTHERS>(a, t, t.first, 0u, units, [=](u32 q) { return other(rank, q); }, data);
+    *reinterpret_cast<u64*>(a.out + 8ull * t.first) = alive ? sum_half<D>(data[0], mine, rank) : ~0ull;
   }
   if (time_to_scrub(t)) scrub(a, t, units, peers_of(a));
 }
 
-template <int D> DEVICE void one_shot_sentinel(const Args& a) {
-  Turn t = begin(a);
+template <int D> DEVICE void one_shot_words(const Args& a) {
+  Turn t = stand(a);
+  start(a, t);
   if (t.spare) return serve(a, t);
-  Quad mine[BATCH];
-  mine[0] = first_unit(a, t.first);
-  u32 units = units_of(a.nbytes, 16u), rank = rank_of(a);
   settle(t);
+  u32 units = units_of(a.nbytes, 8u);
+  if (RARE(t.fault != 0u)) return give_up(a, t);
+  many_words<D>(a, t, units);
+  if (time_to_scrub(t)) scrub(a, t, units, peers_of(a));
+}
+
+template <int D> DEVICE void many_with_sentinel(const Args& a, Turn t, u32 units) {
+  u32 rank = rank_of(a);
   u64 to = lane_box(a, t.epoch, rank);
-  if (t.fault != 0u) return give_up(a, t);
+  Quad mine[BATCH];
 #pragma unroll 1
   for (u32 i = t.first; i < units; i += BATCH * t.stride) {
 #pragma unroll
     for (u32 u = 0; u < BATCH; ++u)
-      if (i + u * t.stride < units && (u > 0 || i != t.first)) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
+      if (i + u * t.stride < units) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
 #pragma unroll
     for (u32 u = 0; u < BATCH; ++u)
       if (i + u * t.stride < units) push_sentinel(a, to + 16ull * (i + u * t.stride), without_sentinel(mine[u]));
@@ -71,20 +103,51 @@ template <int D> DEVICE void one_shot_sentinel(const Args& a) {
   bool alive = true;
 #pragma unroll 1
   for (u32 i = t.first; i < units; i += BATCH * t.stride) {
-    Quad data[BATCH][SIZE];
+    Quad data[BATCH][OTHERS];
 #pragma unroll
     for (u32 u = 0; u < BATCH; ++u)
       if (i + u * t.stride < units) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
-    alive = alive && poll_sentinel<BATCH>(a, t, i, t.stride, units, peers_of(a), data);
+    auto sender = [=](u32 q) { return other(rank, q); };
+    alive = alive && poll_sentinel<BATCH, OTHERS>(a, t, i, t.stride, units, sender, data);
 #pragma unroll
-    for (u32 u = 0; u < BATCH; ++u) {
-#pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (p == rank) data[u][p] = mine[u];
+    for (u32 u = 0; u < BATCH; ++u)
       if (i + u * t.stride < units)
-        store_unit(a.out, i + u * t.stride, a.nbytes, alive ? sum_unit<D>(data[u]) : POISON, true);
-    }
+        store_unit(a.out, i + u * t.stride, a.nbytes, alive ? sum_with<D>(data[u], mine[u], rank) : POISON, true);
   }
+}
+
+template <int D> DEVICE void one_with_sentinel(const Args& a) {
+  Turn t = stand(a);
+  u32 units = units_of(a.nbytes, 16u), rank = rank_of(a);
+  bool live = t.first < units && !t.spare;
+  const u8* from = a.source + 16ull * t.first;
+  settle_address(from);
+  Aim aimed = aim(a, 16ull * t.first);
+  start(a, t);
+  Quad mine = quad_of(load16_now(from, live));
+  if (t.spare) return serve(a, t);
+  settle(t);
+  if (RARE(t.fault != 0u)) return give_up(a, t);
+  Pair words = pair_of(without_sentinel(mine));
+#pragma unroll
+  for (u32 q = 0; q < OTHERS; ++q)
+    if (live) HALMA_ORDER_SENTINEL_STORE(aimed.to[q] + turned(aimed, t), words);
+  epoch_read();
+  if (live) {
+    Quad data[1][OTHERS];
+    bool alive = poll_sentinel<1, OTHERS>(a, t, t.first, 0u, units, [=](u32 q) { return other(rank, q); }, data);
+    *reinterpret_cast<Quad*>(a.out + 16ull * t.first) = alive ? sum_with<D>(data[0], mine, rank) : POISON;
+  }
+  if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
+}
+
+template <int D> DEVICE void one_shot_sentinel(const Args& a) {
+  Turn t = stand(a);
+  start(a, t);
+  if (t.spare) return serve(a, t);
+  settle(t);
+  if (RARE(t.fault != 0u)) return give_up(a, t);
+  many_with_sentinel<D>(a, t, units_of(a.nbytes, 16u));
   if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
 }
 
@@ -132,12 +195,12 @@ template <int D> DEVICE void two_shot_chunks(const Args& a) {
   if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
 }
 
-KERNEL all_reduce_words_bfloat16(PARAMS) { one_shot_words<BF16>(PACKED); }
-KERNEL all_reduce_words_float16(PARAMS) { one_shot_words<F16>(PACKED); }
-KERNEL all_reduce_words_float32(PARAMS) { one_shot_words<F32>(PACKED); }
-KERNEL all_reduce_sentinel_bfloat16(PARAMS) { one_shot_sentinel<BF16>(PACKED); }
-KERNEL all_reduce_sentinel_float16(PARAMS) { one_shot_sentinel<F16>(PACKED); }
-KERNEL all_reduce_sentinel_float32(PARAMS) { one_shot_sentinel<F32>(PACKED); }
-KERNEL all_reduce_chunks_bfloat16(PARAMS) { two_shot_chunks<BF16>(PACKED); }
-KERNEL all_reduce_chunks_float16(PARAMS) { two_shot_chunks<F16>(PACKED); }
-KERNEL all_reduce_chunks_float32(PARAMS) { two_shot_chunks<F32>(PACKED); }
+#define REDUCE(dtype, D)                                                               \
+  KERNEL all_reduce_words_##dtype(PARAMS) { one_shot_words<D>(PACKED); }                \
+  KERNEL all_reduce_words_one_##dtype(PARAMS) { one_word<D>(PACKED); }                  \
+  KERNEL all_reduce_sentinel_##dtype(PARAMS) { one_shot_sentinel<D>(PACKED); }          \
+  KERNEL all_reduce_sentinel_one_##dtype(PARAMS) { one_with_sentinel<D>(PACKED); }      \
+  KERNEL all_reduce_chunks_##dtype(PARAMS) { two_shot_chunks<D>(PACKED); }
+REDUCE(bfloat16, BF16)
+REDUCE(float16, F16)
+REDUCE(float32, F32)
