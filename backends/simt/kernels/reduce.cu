@@ -1,0 +1,206 @@
+// All-reduce by push: one-shot in words or with a sentinel, two-shot in chunks.
+#define HALMA_USES_PUSH 1
+#include "chunks.h"
+#include "numbers.h"
+#include "push.h"
+
+template <int D> DEVICE Quad sum_unit(const Quad* data) {
+  Quad sum;
+#pragma unroll
+  for (u32 k = 0; k < 4; ++k) {
+    u32 words[SIZE];
+#pragma unroll
+    for (u32 p = 0; p < SIZE; ++p) words[p] = data[p].word[k];
+    sum.word[k] = sum_words<D, SIZE>(words);
+  }
+  return sum;
+}
+
+// Of what came from the others and this rank's own.
+template <int D> DEVICE u64 sum_half(const u64* others, u64 mine, u32 rank) {
+  u32 low[SIZE], high[SIZE];
+#pragma unroll
+  for (u32 p = 0; p < SIZE; ++p) {
+    u64 half = in_order(others, mine, rank, p);
+    low[p] = static_cast<u32>(half), high[p] = static_cast<u32>(half >> 32);
+  }
+  return sum_words<D, SIZE>(low) | static_cast<u64>(sum_words<D, SIZE>(high)) << 32;
+}
+template <int D> DEVICE Quad sum_with(const Quad* others, const Quad& mine, u32 rank) {
+  Quad data[SIZE];
+#pragma unroll
+  for (u32 p = 0; p < SIZE; ++p) data[p] = in_order(others, mine, rank, p);
+  return sum_unit<D>(data);
+}
+
+// Any number of units; the last may be short.
+template <int D> DEVICE void many_words(const Args& a, Turn t, u32 units) {
+  u32 rank = rank_of(a);
+  u64 to = lane_box(a, t.epoch, rank);
+#pragma unroll 1
+  for (u32 i = t.first; i < units; i += t.stride) push_words(a, t, to + 16ull * i, load_half(a.source, i, a.nbytes));
+  epoch_read();
+  bool alive = true;
+#pragma unroll 1
+  for (u32 i = t.first; i < units; i += t.stride) {
+    u64 data[1][OTHERS], mine = load_half(a.source, i, a.nbytes);
+    alive = alive && poll_words<1, OTHERS>(a, t, i, 0u, units, [=](u32 q) { return other(rank, q); }, data);
+    store_half(a.out, i, a.nbytes, alive ? sum_half<D>(data[0], mine, rank) : ~0ull, true);
+  }
+}
+
+// At most one unit a thread, each whole: the shortest way, for the smallest messages.
+template <int D> DEVICE void one_word(const Args& a) {
+  Turn t = stand(a);
+  u32 units = units_of(a.nbytes, 8u), rank = rank_of(a);
+  bool live = t.first < units && !t.spare;
+  const u8* from = a.source + 8ull * t.first;
+  settle_address(from);
+  Aim aimed = aim(a, 16ull * t.first);
+  start(a, t);
+  u64 mine = load8_now(from, live);
+  if (t.spare) return serve(a, t);
+  settle(t);
+  if (RARE(t.fault != 0u)) return give_up(a, t);
+  Pair words = words_of(t, mine);
+#pragma unroll
+  for (u32 q = 0; q < OTHERS; ++q)
+    if (live) HALMA_ORDER_WORD_STORE(aimed.to[q] + turned(aimed, t), words);
+  epoch_read();
+  if (live) {
+    u64 data[1][OTHERS];
+    bool alive = poll_words<1, OTHERS>(a, t, t.first, 0u, units, [=](u32 q) { return other(rank, q); }, data);
+    *reinterpret_cast<u64*>(a.out + 8ull * t.first) = alive ? sum_half<D>(data[0], mine, rank) : ~0ull;
+  }
+  if (time_to_scrub(t)) scrub(a, t, units, peers_of(a));
+}
+
+template <int D> DEVICE void one_shot_words(const Args& a) {
+  Turn t = stand(a);
+  start(a, t);
+  if (t.spare) return serve(a, t);
+  settle(t);
+  u32 units = units_of(a.nbytes, 8u);
+  if (RARE(t.fault != 0u)) return give_up(a, t);
+  many_words<D>(a, t, units);
+  if (time_to_scrub(t)) scrub(a, t, units, peers_of(a));
+}
+
+template <int D> DEVICE void many_with_sentinel(const Args& a, Turn t, u32 units) {
+  u32 rank = rank_of(a);
+  u64 to = lane_box(a, t.epoch, rank);
+  Quad mine[BATCH];
+#pragma unroll 1
+  for (u32 i = t.first; i < units; i += BATCH * t.stride) {
+#pragma unroll
+    for (u32 u = 0; u < BATCH; ++u)
+      if (i + u * t.stride < units) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
+#pragma unroll
+    for (u32 u = 0; u < BATCH; ++u)
+      if (i + u * t.stride < units) push_sentinel(a, to + 16ull * (i + u * t.stride), without_sentinel(mine[u]));
+  }
+  epoch_read();
+  bool alive = true;
+#pragma unroll 1
+  for (u32 i = t.first; i < units; i += BATCH * t.stride) {
+    Quad data[BATCH][OTHERS];
+#pragma unroll
+    for (u32 u = 0; u < BATCH; ++u)
+      if (i + u * t.stride < units) mine[u] = load_unit(a.source, i + u * t.stride, a.nbytes);
+    auto sender = [=](u32 q) { return other(rank, q); };
+    alive = alive && poll_sentinel<BATCH, OTHERS>(a, t, i, t.stride, units, sender, data);
+#pragma unroll
+    for (u32 u = 0; u < BATCH; ++u)
+      if (i + u * t.stride < units)
+        store_unit(a.out, i + u * t.stride, a.nbytes, alive ? sum_with<D>(data[u], mine[u], rank) : POISON, true);
+  }
+}
+
+template <int D> DEVICE void one_with_sentinel(const Args& a) {
+  Turn t = stand(a);
+  u32 units = units_of(a.nbytes, 16u), rank = rank_of(a);
+  bool live = t.first < units && !t.spare;
+  const u8* from = a.source + 16ull * t.first;
+  settle_address(from);
+  Aim aimed = aim(a, 16ull * t.first);
+  start(a, t);
+  Quad mine = quad_of(load16_now(from, live));
+  if (t.spare) return serve(a, t);
+  settle(t);
+  if (RARE(t.fault != 0u)) return give_up(a, t);
+  Pair words = pair_of(without_sentinel(mine));
+#pragma unroll
+  for (u32 q = 0; q < OTHERS; ++q)
+    if (live) HALMA_ORDER_SENTINEL_STORE(aimed.to[q] + turned(aimed, t), words);
+  epoch_read();
+  if (live) {
+    Quad data[1][OTHERS];
+    bool alive = poll_sentinel<1, OTHERS>(a, t, t.first, 0u, units, [=](u32 q) { return other(rank, q); }, data);
+    *reinterpret_cast<Quad*>(a.out + 16ull * t.first) = alive ? sum_with<D>(data[0], mine, rank) : POISON;
+  }
+  if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
+}
+
+template <int D> DEVICE void one_shot_sentinel(const Args& a) {
+  Turn t = stand(a);
+  start(a, t);
+  if (t.spare) return serve(a, t);
+  settle(t);
+  if (RARE(t.fault != 0u)) return give_up(a, t);
+  many_with_sentinel<D>(a, t, units_of(a.nbytes, 16u));
+  if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
+}
+
+// Each rank sums the shard it owns and sends the rounded sum to every peer. One buffer a phase is enough: a peer sends
+// into a phase's buffer again only after it has had this rank's part of the call in between.
+template <int D> DEVICE void two_shot_chunks(const Args& a) {
+  Turn t = enter(a, true);
+  Pieces pieces = pieces_of(a);
+  u32 units = units_of(a.nbytes, 16u), rank = rank_of(a), own = rank * pieces.shard;
+  bool alive = begin_apart(a, t);
+  if (blockIdx.x == t.header) return;
+#pragma unroll 1
+  for (u32 s = 0; s < pieces.count && alive; ++s) {
+#pragma unroll
+    for (u32 p = 0; p < SIZE; ++p)
+      if (p != rank) send_piece(a, t, a.peer[p] + scatter_box(a, rank), p * pieces.shard, pieces.span(s), units);
+    publish(a, t, PHASE_SCATTER, pieces.index(s), peers_of(a));
+  }
+#pragma unroll 1
+  for (u32 s = 0; s < pieces.count && alive; ++s) {
+    alive = await(a, t, PHASE_SCATTER, pieces.index(s), peers_of(a));
+    Span span = pieces.span(s).under(units, own);
+#pragma unroll 1
+    for (u32 i = span.begin + threadIdx.x; alive && !t.spare && i < span.end; i += t.threads) {
+      Quad data[SIZE], mine = load_unit(a.source, own + i, a.nbytes);
+#pragma unroll
+      for (u32 p = 0; p < SIZE; ++p) data[p] = p == rank ? mine : read_unit(a.own + scatter_box(a, p), i);
+      Quad sum = sum_unit<D>(data);
+#pragma unroll
+      for (u32 p = 0; p < SIZE; ++p)
+        if (p != rank) HALMA_ORDER_CHUNK_STORE(a.peer[p] + gather_box(a, rank) + 16ull * i, pair_of(sum));
+      store_unit(a.out, own + i, a.nbytes, sum, true);
+    }
+    if (alive) publish(a, t, PHASE_GATHER, pieces.index(s), peers_of(a));
+  }
+#pragma unroll 1
+  for (u32 s = 0; s < pieces.count && alive; ++s) {
+    alive = await(a, t, PHASE_GATHER, pieces.index(s), peers_of(a));
+#pragma unroll
+    for (u32 p = 0; p < SIZE; ++p)
+      if (p != rank && alive)
+        take_piece(t, a.own + gather_box(a, p), a.out, p * pieces.shard, pieces.span(s), units, a.nbytes, true);
+  }
+  if (!alive && !t.spare) poison(t, a.out, a.nbytes, true);
+  if (time_to_scrub(t)) scrub(a, t, 0u, 0u);
+}
+
+#define REDUCE(dtype, D)                                                               \
+  KERNEL all_reduce_words_##dtype(PARAMS) { one_shot_words<D>(PACKED); }                \
+  KERNEL all_reduce_words_one_##dtype(PARAMS) { one_word<D>(PACKED); }                  \
+  KERNEL all_reduce_sentinel_##dtype(PARAMS) { one_shot_sentinel<D>(PACKED); }          \
+  KERNEL all_reduce_sentinel_one_##dtype(PARAMS) { one_with_sentinel<D>(PACKED); }      \
+  KERNEL all_reduce_chunks_##dtype(PARAMS) { two_shot_chunks<D>(PACKED); }
+REDUCE(bfloat16, BF16)
+REDUCE(float16, F16)
+REDUCE(float32, F32)

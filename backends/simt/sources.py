@@ -1,0 +1,157 @@
+"""The translation units of the collectives: which kernels are in which, and the macros they are built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+from halma.backends.simt import memory_order
+from halma.hal.arena.layout import HEADER_BYTES
+from halma.hal.backend import KernelSource
+from halma.hal.capabilities import Capabilities, Unknown
+from halma.hal.collectives import control
+from halma.hal.collectives.contract import FLIGHT_BYTES, WORLD_SIZES
+from halma.hal.errors import KernelError
+
+DTYPES: Final = ("bfloat16", "float16", "float32")
+HEADERS: Final = ("dialect.h", "channel.h", "numbers.h", "push.h", "chunks.h", "norm.h")
+SITE_FIELDS: Final = (
+    "headers",
+    "words",
+    "words_box",
+    "chunk_flags",
+    "chunk_flags_phase",
+    "stage_flags",
+    "stage_flags_phase",
+    "flags_box",
+    "scatter",
+    "scatter_box",
+    "gather",
+    "gather_box",
+    "staging",
+    "staging_stride",
+    "stage_sum",
+    "stage_sum_stride",
+    "recorder",
+    "recorder_entries",
+)
+"""Names of ``SiteField`` in channel.h, in its order."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A translation unit and its kernels. ``push``: it needs loads that bypass the first-level cache."""
+
+    file: str
+    entries: tuple[str, ...]
+    push: bool
+
+
+def _by_dtype(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{dtype}" for name in names for dtype in DTYPES)
+
+
+UNITS: Final = {
+    "reduce": Unit(
+        "reduce.cu",
+        _by_dtype(*(f"all_reduce_{way}" for way in ("words", "words_one", "sentinel", "sentinel_one", "chunks"))),
+        True,
+    ),
+    "move": Unit(
+        "move.cu",
+        (
+            *(f"{kind}_{way}" for kind in ("all_gather", "broadcast") for way in ("words", "sentinel", "chunks")),
+            "barrier_words",
+        ),
+        True,
+    ),
+    "norm": Unit("norm.cu", _by_dtype("norm_words", "norm_words_wide", "norm_sentinel", "norm_sentinel_wide"), True),
+    "norm_alone": Unit("norm_alone.cu", _by_dtype("norm_alone", "norm_alone_wide"), False),
+    "staged": Unit(
+        "staged.cu",
+        (
+            *_by_dtype("all_reduce_staged", "all_reduce_staged_two_shot"),
+            "all_gather_staged",
+            "broadcast_staged",
+            "barrier_staged",
+        ),
+        False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a device is to the kernels; from its capabilities (:meth:`of`).
+
+    Attributes:
+        dialect: ``cuda`` or ``musa``.
+        atomicity: bytes of a store to a peer that are never seen in part, 0 where nobody has probed.
+        clock_khz: rate of the device's clock where it does not count nanoseconds itself (MUSA).
+    """
+
+    dialect: str
+    warp_width: int
+    dependent_launch: bool
+    atomicity: int
+    clock_khz: int | None = None
+
+    @staticmethod
+    def of(dialect: str, capabilities: Capabilities, clock_khz: int | None = None) -> Target:
+        """Unknown counts as off (B8); a warp's width must be known.
+
+        Raises:
+            CapabilityError: it is not.
+        """
+        atomicity = capabilities.remote_store_atomicity
+        return Target(
+            dialect,
+            int(capabilities.need("warp_width", for_="the collective kernels")),
+            capabilities.dependent_launch is True,
+            0 if isinstance(atomicity, Unknown) else atomicity,
+            clock_khz,
+        )
+
+
+@cache
+def _text(name: str) -> str:
+    return (files("halma.backends.simt") / "kernels" / name).read_text(encoding="utf-8")
+
+
+def source(unit: str, size: int, target: Target, *, without: tuple[str, ...] = ()) -> KernelSource:
+    """One translation unit for a world of ``size`` ranks.
+
+    Args:
+        without: ``header``, ``bounds`` or ``recorder``, to measure what each costs. Never in a channel that is used.
+
+    Raises:
+        KernelError: a world size that the kernels are not written for.
+    """
+    if size not in WORLD_SIZES:
+        raise KernelError(
+            f"no collective kernels for {size} ranks", found=f"world sizes {', '.join(map(str, WORLD_SIZES))}"
+        )
+    defines = {
+        f"HALMA_{target.dialect.upper()}": "1",
+        "HALMA_SIZE": str(size),
+        "HALMA_WARP": f"{target.warp_width}u",
+        "HALMA_DEPENDENT_LAUNCH": str(int(target.dependent_launch)),
+        "HALMA_STORE_ATOMICITY": str(target.atomicity),
+        "HALMA_HEADER_FENCED": str(int(target.atomicity < 8)),
+        "HALMA_HEADER_BYTES": f"{HEADER_BYTES}u",
+        "HALMA_FLIGHT_BYTES": f"{FLIGHT_BYTES}u",
+        "HALMA_SITE_FIELDS": str(len(SITE_FIELDS)),
+        **({} if target.clock_khz is None else {"HALMA_CLOCK_KHZ": f"{target.clock_khz}ull"}),
+        **control.defines(),
+        **memory_order.defines(target.dialect),
+        **{f"HALMA_MEASURE_WITHOUT_{part.upper()}": "1" for part in without},
+    }
+    return KernelSource(f"{unit}_{size}", _text(UNITS[unit].file), headers(), defines)
+
+
+def headers() -> Mapping[str, str]:
+    """Every header of the dialect by the name it is included by."""
+    return {name: _text(name) for name in HEADERS}
