@@ -229,6 +229,20 @@ def test_nobody_unmaps_before_all_are_at_the_end_or_frees_before_all_have_unmapp
 
 
 @pytest.mark.invariant("A9", control=True)
+def test_an_arena_can_be_made_again_after_all_have_left_it(machine: Machine) -> None:
+    def work(ranks: ThreadRanks) -> list[int]:
+        sizes: list[int] = []
+        for plan in (PLAN, SLOTS, PLAN):
+            arena = made(machine, ranks, plan)
+            sizes.append(arena.own.tensor.numel())
+            arena.close()
+        return sizes
+
+    first, second = (one.get() for one in on_ranks(work))
+    assert first == second and first[0] == first[2] != first[1] and machine.held == 0
+
+
+@pytest.mark.invariant("A9")
 def test_closing_twice_is_closing_once(machine: Machine) -> None:
     def work(ranks: ThreadRanks) -> int:
         arena = made(machine, ranks)

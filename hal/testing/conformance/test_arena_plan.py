@@ -274,7 +274,7 @@ def test_a_slot_follows_from_the_place_of_its_call_and_not_from_what_others_took
             run.box(beyond)
 
 
-@pytest.mark.invariant("A3", control=True)
+@pytest.mark.invariant("A3")
 def test_a_slot_that_comes_back_after_two_other_calls_is_not_doubled() -> None:
     def strides(calls: int) -> set[int]:
         plan = plan_slots(mtp(2), calls_per_descriptor=calls, bytes_per_token=512, size=2)
