@@ -50,7 +50,9 @@ class CudaCollectives:
         reason = self._backend.kernels.unsupported()
         if reason is None:
             try:
-                return importlib.import_module(_CHANNELS).SimtChannel(site, self._backend)
+                make = importlib.import_module(_CHANNELS).channel
+                parts = self._backend
+                return make(site, parts.kernels, parts.device, parts.capabilities, dialect="cuda")
             except ModuleNotFoundError as error:
                 if error.name is None or not _CHANNELS.startswith(error.name):
                     raise
