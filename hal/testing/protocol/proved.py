@@ -12,6 +12,7 @@ from halma.hal.testing.protocol.cases import (
     FAULTS,
     KINDS,
     MIXED,
+    NOTHING,
     OURS,
     SMALL,
     STALE,
@@ -34,6 +35,14 @@ PROVED: tuple[Variant, ...] = (
     Variant("ours", "every kind of call, sizes and grids that change", OURS, (MIXED[:7],), (2, 3, 4)),
     Variant("ours-every", "every list of four calls out of five kinds", OURS, alphabet=KINDS, length=4),
     Variant("ours-whole", "every single action, not reduced", OURS, ((SMALL, WIDE, CAST, TALL, WIDE),), whole=True),
+    Variant(
+        "ours-whole-3",
+        "every single action, headers and broadcasts",
+        OURS,
+        ((NOTHING, CAST, NOTHING, CAST, NOTHING),),
+        (3,),
+        whole=True,
+    ),
     Variant(
         "early-start",
         "dependent launch, kernels two ahead, each waits before it touches anything",
@@ -120,15 +129,6 @@ PROVED: tuple[Variant, ...] = (
     ),
     Variant("ours-4", "ten calls, four ranks", Rules(ahead=2), (MIXED,), (4,), nightly=True),
     Variant("ours-whole-mixed", "every single action, all kinds", OURS, (MIXED[:8],), whole=True, nightly=True),
-    Variant(
-        "ours-whole-3",
-        "every single action, three ranks",
-        OURS,
-        ((SMALL, CAST, SMALL, SMALL),),
-        (3,),
-        whole=True,
-        nightly=True,
-    ),
     Variant(
         "together",
         "early start, wrap, timeouts and a stop at once",
