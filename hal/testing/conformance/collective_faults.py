@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from halma.hal.collectives.choice import ORDER
 from halma.hal.collectives.communicator import Communicator
 from halma.hal.collectives.report import ChannelFault
 from halma.hal.errors import CollectiveError, HalmaError
@@ -55,9 +56,14 @@ def _graph(setup: Setup, x: torch.Tensor, out: torch.Tensor) -> Any:
     return setup.capture(program)
 
 
-def stay_away(backend: str, absent: int, calls_before: int) -> dict[str, Any]:
-    """Rank ``absent`` leaves out one call. The others find it out, stay sane, and go on after rearm()."""
-    with ranks_set_up(backend, bound=PATIENT) as setup:
+def stay_away(backend: str, absent: int, calls_before: int, way: int | None = None) -> dict[str, Any]:
+    """Rank ``absent`` leaves out one call. The others find it out, stay sane, and go on after rearm().
+
+    Args:
+        way: position in ``ORDER``. What the others sent in the call that was left out is still in the absent rank's
+            boxes; by sentinel it would be taken for a later call's data, were it not scrubbed.
+    """
+    with ranks_set_up(backend, bound=PATIENT, way=None if way is None else ORDER[way]) as setup:
         assert setup is not None
         comm, rank, size = setup.comm, setup.comm.rank, setup.comm.size
         x = torch.empty(40, dtype=torch.bfloat16, device=setup.device)

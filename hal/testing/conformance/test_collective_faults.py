@@ -14,9 +14,13 @@ MARGIN = 20.0
 
 
 @pytest.mark.invariant("C7")
-@pytest.mark.parametrize(("size", "absent"), [(2, 1), (2, 0), (4, 2)])
-def test_a_rank_that_stays_away_is_named_and_the_channel_goes_on(ranks: RankPools, size: int, absent: int) -> None:
-    for found in ranks[size].run(programs.stay_away, ranks.backend, absent, 3):
+@pytest.mark.parametrize(
+    ("size", "absent", "way"), [(2, 1, None), (2, 0, 1), (4, 2, None)], ids=["last", "first by sentinel", "of four"]
+)
+def test_a_rank_that_stays_away_is_named_and_the_channel_goes_on(
+    ranks: RankPools, size: int, absent: int, way: int | None
+) -> None:
+    for found in ranks[size].run(programs.stay_away, ranks.backend, absent, 3, way):
         assert found["after"] == [True] * 3, "the same graph, without another capture"
         if found["rank"] == absent:
             assert found["flags"] == [4] * (size - 1), "after the fault nobody sent anything"
