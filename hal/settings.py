@@ -108,7 +108,11 @@ class Settings:
     )
     graph: bool = _setting("HALMA_GRAPH", _switch, True, "1", "1: capture and replay; 0: every step runs eagerly")
     checked: bool = _setting(
-        "HALMA_CHECKED", _switch, False, "0", "1: poison freed memory and padding, refuse stale outputs"
+        "HALMA_CHECKED",
+        _switch,
+        False,
+        "0",
+        "1: poison freed memory and padding, refuse stale outputs, compare the calls of ranks",
     )
     routes: Mapping[str, str] = _setting(
         "HALMA_ROUTE",

@@ -79,7 +79,11 @@ class ChannelMemory:
     # -- headers ------------------------------------------------------------------------------------
 
     def send_headers(self, digest: int, epoch: int) -> None:
-        """{digest, epoch, 0, epoch} to every peer (C15)."""
+        """{digest, epoch, 0, epoch} to every peer (C15).
+
+        A peer that has it may write where this rank has read, cleared or scrubbed so far: that must be over.
+        """
+        self.fence()
         for peer in self.others:
             header = self.u64(peer, self.layout.headers.at(epoch & 1, self.rank), 2)
             header[1] = epoch << 32

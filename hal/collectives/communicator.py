@@ -107,7 +107,7 @@ class Communicator:
         self._known: dict[int, str] = {}
         self._filed: list[str] = []
         self._eager_calls = 0
-        self._stream = OneStream(channel, backend.device)
+        self._stream = OneStream(channel, backend.device, self._before_replay)
         self._fault: ChannelFault | None = None
         self._arms = 0
         self._bound = now.collective_bound
@@ -287,10 +287,22 @@ class Communicator:
         stage = f"eager call {self._eager_calls} of channel {self.channel}"
         self._refuse_difference(stage, self._ranks.exchange(stage, mine))
 
+    def _before_replay(self) -> None:
+        """See :class:`OneStream`. In checked mode the first replay compares all that was captured (C6)."""
+        if self.id not in live:
+            raise CollectiveError(
+                "a graph has calls of a communicator that is closed",
+                asked="a replay",
+                do="close sessions before their communicators, and those before their arena",
+            )
+        if self._checked and self._filed:
+            self.compare_captured()
+
     def compare_captured(self) -> int:
         """Compare the calls captured since the last comparison with the other ranks'; all ranks come. Returns how many.
 
-        Sessions over an arena do so with its ledger; this is for captures outside of one, and compares all of a call.
+        Sessions over an arena do so with its ledger, by kind, size, dtype and algorithm; this compares all of a call.
+        In checked mode the first replay does it.
 
         Raises:
             CollectiveError: the first difference.

@@ -82,7 +82,7 @@ class DistributedRanks:
         self.rank = int(distributed.get_rank(group))
         self.size = int(distributed.get_world_size(group))
         # The one accessor there is; torch's own symmetric memory uses it too.
-        self._store: Any = internal._get_process_group_store(group)
+        self._store: Any = internal._get_process_group_store(group)  # pyright: ignore[reportPrivateUsage]
         name = str(getattr(group, "group_name", "group"))
         self._prefix = f"halma/{self._made[name]}"
         self._made[name] += 1

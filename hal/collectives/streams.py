@@ -7,6 +7,7 @@ order wait for ever (pytorch/pytorch#189228).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 from halma.hal.backend import DevicePart, Stream
 from halma.hal.collectives.order import GivesEdges, prove_path
@@ -16,11 +17,16 @@ from halma.hal.graph.current import current_scope
 
 
 class OneStream:
-    """The stream that a channel's work is on, apart for eager work and for the capture that is open."""
+    """The stream that a channel's work is on, apart for eager work and for the capture that is open.
 
-    def __init__(self, channel: str, device: DevicePart) -> None:
+    Args:
+        replaying: called before each replay of a graph with calls of the channel; raises what speaks against it.
+    """
+
+    def __init__(self, channel: str, device: DevicePart, replaying: Callable[[], None]) -> None:
         self.channel = channel
         self._device = device
+        self._replaying = replaying
         self._eager: Stream | None = None
         self._graph: weakref.ref[BreakableGraph] | None = None
         self._captured: Stream | None = None
@@ -66,6 +72,7 @@ class OneStream:
     def before_replay(self, stream: Stream) -> None:
         """A graph with calls of the channel is about to be replayed on ``stream``; as :meth:`eager`."""
         self.eager(stream)
+        self._replaying()
 
     def captured(self, graph: BreakableGraph) -> None:
         """A capture with calls of the channel ends.

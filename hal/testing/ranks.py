@@ -145,8 +145,9 @@ class RankPool:
             stories[rank] = value
 
     def _start(self) -> None:
-        import torch.distributed as distributed
+        import torch.distributed
 
+        distributed: Any = torch.distributed  # a store's class is not among what it exports
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, __name__])
         self._store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -202,8 +203,9 @@ def _serve(pipe: connection.Connection, rank: int, size: int, port: int, backend
         del os.environ[name]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
-    import torch.distributed as distributed
+    import torch.distributed
 
+    distributed: Any = torch.distributed
     torch.set_num_threads(1)
     _choose_device(backend, rank)
     store = distributed.TCPStore("127.0.0.1", port, is_master=False)

@@ -1,5 +1,6 @@
 """Programs that ranks run where something is wrong on purpose: a rank that stays away, ends, or does something else."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from halma.hal.collectives.choice import ORDER
 from halma.hal.collectives.communicator import Communicator
 from halma.hal.collectives.report import ChannelFault
 from halma.hal.errors import CollectiveError, HalmaError
@@ -54,9 +56,14 @@ def _graph(setup: Setup, x: torch.Tensor, out: torch.Tensor) -> Any:
     return setup.capture(program)
 
 
-def stay_away(backend: str, absent: int, calls_before: int) -> dict[str, Any]:
-    """Rank ``absent`` leaves out one call. The others find it out, stay sane, and go on after rearm()."""
-    with ranks_set_up(backend, bound=PATIENT) as setup:
+def stay_away(backend: str, absent: int, calls_before: int, way: int | None = None) -> dict[str, Any]:
+    """Rank ``absent`` leaves out one call. The others find it out, stay sane, and go on after rearm().
+
+    Args:
+        way: position in ``ORDER``. What the others sent in the call that was left out is still in the absent rank's
+            boxes; by sentinel it would be taken for a later call's data, were it not scrubbed.
+    """
+    with ranks_set_up(backend, bound=PATIENT, way=None if way is None else ORDER[way]) as setup:
         assert setup is not None
         comm, rank, size = setup.comm, setup.comm.rank, setup.comm.size
         x = torch.empty(40, dtype=torch.bfloat16, device=setup.device)
@@ -288,9 +295,9 @@ def unordered_calls(backend: str) -> str:
         return refusal(lambda: setup.capture(program))
 
 
-def captured_lists(backend: str, odd: int | None) -> str:
-    """What comparing captured calls says where rank ``odd`` captured one of another size."""
-    with ranks_set_up(backend) as setup:
+def captured_lists(backend: str, odd: int | None, checked: bool) -> str:
+    """What comparing captured calls says where rank ``odd`` captured one of another size; checked: at a replay."""
+    with ranks_set_up(backend, environment={"HALMA_CHECKED": "1"} if checked else None) as setup:
         assert setup is not None
         x = torch.ones(24, dtype=torch.bfloat16, device=setup.device)
         y = x[: 20 if setup.comm.rank == odd else 24]
@@ -299,8 +306,14 @@ def captured_lists(backend: str, odd: int | None) -> str:
             setup.comm.all_reduce(x)
             setup.comm.all_reduce(y)
 
-        setup.capture(program)
+        graph = setup.capture(program)
         try:
+            if checked:
+                graph.replay()
+                return f"{setup.done(y)[0].item()}"
             return f"{setup.comm.compare_captured()} calls"
         except HalmaError as error:
             return str(error)
+        finally:
+            setup.comm.close()
+            assert "closed" in refusal(graph.replay)

@@ -1,5 +1,6 @@
 """Programs that ranks run around order: what is loaded and exchanged before the first call, headers, sessions."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ def loaded_before_the_first_call(backend: str) -> list[str]:
     events: list[str] = []
     logged = Log(default_registry().select(backend), events)
     group = Group(distributed.group.WORLD, cast("Any", logged))
-    arena = group.arena(plan_channels(largest=1024, lanes=default_lanes(logged)))
+    arena = group.arena(plan_channels(largest=1024, lanes=default_lanes(cast("Any", logged))))
     assert isinstance(arena, Arena)
     inner = group.ranks.exchange
 

@@ -1,5 +1,6 @@
 """What a rank of a test of collectives begins with: a group, an arena, a communicator, and known values."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os

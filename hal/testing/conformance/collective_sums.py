@@ -3,6 +3,7 @@
 Each returns plain data for the test to look at.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import random

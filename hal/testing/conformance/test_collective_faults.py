@@ -14,9 +14,13 @@ MARGIN = 20.0
 
 
 @pytest.mark.invariant("C7")
-@pytest.mark.parametrize(("size", "absent"), [(2, 1), (2, 0), (4, 2)])
-def test_a_rank_that_stays_away_is_named_and_the_channel_goes_on(ranks: RankPools, size: int, absent: int) -> None:
-    for found in ranks[size].run(programs.stay_away, ranks.backend, absent, 3):
+@pytest.mark.parametrize(
+    ("size", "absent", "way"), [(2, 1, None), (2, 0, 1), (4, 2, None)], ids=["last", "first by sentinel", "of four"]
+)
+def test_a_rank_that_stays_away_is_named_and_the_channel_goes_on(
+    ranks: RankPools, size: int, absent: int, way: int | None
+) -> None:
+    for found in ranks[size].run(programs.stay_away, ranks.backend, absent, 3, way):
         assert found["after"] == [True] * 3, "the same graph, without another capture"
         if found["rank"] == absent:
             assert found["flags"] == [4] * (size - 1), "after the fault nobody sent anything"
@@ -82,10 +86,12 @@ def test_the_same_call_on_every_rank_is_none(all_ranks: RankPools, checked: bool
 
 
 @pytest.mark.invariant("C6")
-def test_captured_calls_are_compared_as_a_list(ranks: RankPools) -> None:
-    for found in ranks[2].run(programs.captured_lists, ranks.backend, 1):
+@pytest.mark.parametrize("checked", [False, True], ids=["asked", "before the first replay"])
+def test_captured_calls_are_compared_as_a_list(ranks: RankPools, checked: bool) -> None:
+    for found in ranks[2].run(programs.captured_lists, ranks.backend, 1, checked):
         assert "captured call 2" in found and "40 bytes" in found and "48 bytes" in found
-    assert ranks[2].run(programs.captured_lists, ranks.backend, None) == ["2 calls"] * 2
+    good = ranks[2].run(programs.captured_lists, ranks.backend, None, checked)
+    assert good == (["4.0"] if checked else ["2 calls"]) * 2
 
 
 @pytest.mark.invariant("C4")

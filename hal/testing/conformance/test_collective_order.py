@@ -60,7 +60,9 @@ def test_a_ladder_captured_in_a_session_replays_right(ranks: RankPools, slots: b
 @pytest.mark.parametrize("slots", [False, True], ids=["channel", "slots"])
 def test_a_rank_that_captures_another_shape_is_found_before_any_replay(ranks: RankPools, slots: bool) -> None:
     for found in ranks[2].run(programs.captured_ladder, ranks.backend, slots, 1):
-        assert "all_reduce of 384 bytes" in found["refused"] and "all_reduce of 512 bytes" in found["refused"]
+        by_ledger = "all_reduce of 384 bytes" in found["refused"] and "all_reduce of 512 bytes" in found["refused"]
+        # where a warm-up runs for real, its header words tell first
+        assert by_ledger or (ranks.backend != "cpu" and "makes another call" in found["refused"])
 
 
 @pytest.mark.invariant("C15")

@@ -1,5 +1,6 @@
 """Right sums, bit by bit: every way, size and dtype; graphs and eager calls mixed; late ranks; wrapped epochs."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections import defaultdict
