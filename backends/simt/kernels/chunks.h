@@ -34,7 +34,7 @@ DEVICE u64 chunk_flag(const Args& a, u32 phase, u32 sender, u32 index) {
 
 // Independent loads in flight a thread: a copy, or a sum of what many ranks sent, lives on them.
 #define COPY 4u
-#define SUMS (SIZE == 2 ? 4u : SIZE == 4 ? 2u : 1u)
+#define SUMS (SIZE == 2 ? 2u : 1u)
 
 // This rank's units [first + span) into a box of one peer.
 DEVICE void send_piece(const Args& a, const Turn& t, u8* box, u32 first, Span span, u32 units) {
