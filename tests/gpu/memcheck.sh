@@ -5,6 +5,6 @@
 #   tests/gpu/memcheck.sh [pytest arguments]        COMPUTE_SANITIZER=/path/to/compute-sanitizer
 set -eu
 cd "$(dirname "$0")/../.."
-exec "${COMPUTE_SANITIZER:-/usr/local/cuda/bin/compute-sanitizer}" --tool memcheck --error-exitcode 9 \
+exec "${COMPUTE_SANITIZER:-/usr/local/cuda/bin/compute-sanitizer}" --tool memcheck --report-api-errors no --error-exitcode 9 \
     python3 -m pytest -p no:cacheprovider tests/gpu/collectives/test_bits.py tests/gpu/collectives/test_norm.py \
     --halma-backend cuda -q -k "2ranks" "$@"

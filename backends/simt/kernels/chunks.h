@@ -32,8 +32,9 @@ DEVICE u64 chunk_flag(const Args& a, u32 phase, u32 sender, u32 index) {
   return a.site[SITE_CHUNK_FLAGS] + phase * a.site[SITE_CHUNK_FLAGS_PHASE] + sender * a.site[SITE_FLAGS_BOX] + 4ull * index;
 }
 
-// Four independent loads in flight a thread: a copy lives on them.
+// Independent loads in flight a thread: a copy, or a sum of what many ranks sent, lives on them.
 #define COPY 4u
+#define SUMS (SIZE == 2 ? 2u : 1u)
 
 // This rank's units [first + span) into a box of one peer.
 DEVICE void send_piece(const Args& a, const Turn& t, u8* box, u32 first, Span span, u32 units) {

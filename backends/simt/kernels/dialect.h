@@ -157,6 +157,7 @@ DEVICE float reciprocal_root(float value) {
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define HALMA_NATIVE_FP8 1
 DEVICE u32 native_e4m3(float value) {
@@ -249,6 +250,7 @@ DEVICE float reciprocal_root(float value) { return __fdiv_rn(1.0f, __fsqrt_rn(va
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 #endif
 

@@ -125,15 +125,16 @@ DEVICE void norm_row(const Args& a, const Turn& t, const Norm& n, u32 row, u32 t
     u32 j = k * t.threads + threadIdx.x;
     if (j >= n.units) continue;
     float sum[N], add_to[N];
-    widen_unit<D>(residual[j], add_to);  // in flight while the peers' words are
-    widen_unit<D>(arrive(row * n.units + j, source[j], alive), sum);
+    Quad own = source[j];
+    widen_unit<D>(residual[j], add_to);  // both in flight while the peers' words are
+    widen_unit<D>(arrive(row * n.units + j, own, alive), sum);
 #pragma unroll
     for (u32 e = 0; e < N; ++e) sum[e] = add(sum[e], add_to[e]);
     h = alive ? narrow_unit<D>(sum) : POISON;
     out[j] = h;
     widen_unit<D>(h, sum);
 #pragma unroll
-    for (u32 e = 0; e < N; ++e) squares = add(squares, multiply(sum[e], sum[e]));
+    for (u32 e = 0; e < N; ++e) squares = multiply_add(sum[e], sum[e], squares);
   }
   float scale = reciprocal_root(add(multiply(row_sum(t, squares, turn), share), n.eps));
 #pragma unroll 1

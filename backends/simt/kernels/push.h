@@ -4,7 +4,7 @@
 
 // Units of 16 bytes that a thread keeps in flight while it polls: all peers' words of all of them are loaded before
 // one is tested. As many as stay in registers.
-#define BATCH (SIZE == 2 ? 2u : 1u)
+#define BATCH (SIZE == 2 ? 3u : 1u)
 
 DEVICE u64 lane_box(const Args& a, u32 epoch, u32 sender) { return a.lane + ((epoch & 1u) * SIZE + sender) * a.box; }
 

@@ -171,15 +171,26 @@ template <int D> DEVICE void two_shot_chunks(const Args& a) {
     alive = await(a, t, PHASE_SCATTER, pieces.index(s), peers_of(a));
     Span span = pieces.span(s).under(units, own);
 #pragma unroll 1
-    for (u32 i = span.begin + threadIdx.x; alive && !t.spare && i < span.end; i += t.threads) {
-      Quad data[SIZE], mine = load_unit(a.source, own + i, a.nbytes);
+    for (u32 i = span.begin + threadIdx.x; alive && !t.spare && i < span.end; i += SUMS * t.threads) {
+      Quad others[SUMS][OTHERS], mine[SUMS];
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p) data[p] = p == rank ? mine : read_unit(a.own + scatter_box(a, p), i);
-      Quad sum = sum_unit<D>(data);
+      for (u32 u = 0; u < SUMS; ++u) {
+        u32 at = i + u * t.threads;
+        if (at >= span.end) continue;
+        mine[u] = load_unit(a.source, own + at, a.nbytes);
 #pragma unroll
-      for (u32 p = 0; p < SIZE; ++p)
-        if (p != rank) HALMA_ORDER_CHUNK_STORE(a.peer[p] + gather_box(a, rank) + 16ull * i, pair_of(sum));
-      store_unit(a.out, own + i, a.nbytes, sum, true);
+        for (u32 q = 0; q < OTHERS; ++q) others[u][q] = read_unit(a.own + scatter_box(a, other(rank, q)), at);
+      }
+#pragma unroll
+      for (u32 u = 0; u < SUMS; ++u) {
+        u32 at = i + u * t.threads;
+        if (at >= span.end) continue;
+        Quad sum = sum_with<D>(others[u], mine[u], rank);
+#pragma unroll
+        for (u32 p = 0; p < SIZE; ++p)
+          if (p != rank) HALMA_ORDER_CHUNK_STORE(a.peer[p] + gather_box(a, rank) + 16ull * at, pair_of(sum));
+        store_unit(a.out, own + at, a.nbytes, sum, true);
+      }
     }
     if (alive) publish(a, t, PHASE_GATHER, pieces.index(s), peers_of(a));
   }
