@@ -50,9 +50,7 @@ class CudaCollectives:
         reason = self._backend.kernels.unsupported()
         if reason is None:
             try:
-                make = importlib.import_module(_CHANNELS).channel
-                parts = self._backend
-                return make(site, parts.kernels, parts.device, parts.capabilities, dialect="cuda")
+                return importlib.import_module(_CHANNELS).SimtChannel(site, self._backend)
             except ModuleNotFoundError as error:
                 if error.name is None or not _CHANNELS.startswith(error.name):
                     raise

@@ -76,7 +76,7 @@ class SimtChannel:
         site: where it lives. Its memory must be as the arena leaves it: zero, lanes prefilled.
         backend: whose parts are used: kernels (all of the channel's are loaded here, C18), and a stream of the
             device's, on which records are read while the channel's own hangs. Its name is the dialect's.
-        resident_threads: how many threads two grids of this channel share (C16); by default the device's.
+        resident_threads: how many threads the arena's channels share (C16); by default all that the device holds.
         clock_khz: rate of the device's clock, where it does not count nanoseconds itself.
         without: parts of the protocol left out of the kernels, to measure what they cost.
 
@@ -96,7 +96,7 @@ class SimtChannel:
     ) -> None:
         self.site = site
         self.target = target = Target.of(backend.name, backend.capabilities, clock_khz)
-        self.resident_threads = room(backend.capabilities) if resident_threads is None else resident_threads
+        self.resident_threads = (resident_threads or room(backend.capabilities)) // site.channels
         self._launch = backend.kernels.launch
         self._dependent = site.dependent and target.dependent_launch
         layout = site.layout

@@ -36,12 +36,10 @@ STAGED_LARGEST: Final = 256 * 1024
 """Bytes that a staged one-shot is used for: every rank pulls the whole message of every peer."""
 SUMMED: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """dtypes that are added up, in float32, and their bytes."""
-FLOATS: Final = (*SUMMED, "float64")
 REDUCTIONS: Final = (Kind.ALL_REDUCE, Kind.ALL_REDUCE_NORM)
 THREADS: Final = 512
-BYTES_A_THREAD: Final = 16
-ONE_SHOT_BLOCKS: Final = 64
-TWO_SHOT_BLOCKS: Final = 128
+"""Most threads of a block."""
+SHARD_UNIT: Final = 16
 
 
 @dataclass(frozen=True)
@@ -93,14 +91,13 @@ def choose(
     rows = [row for row in table if (row.kind, row.size) == (call.kind, size) and call.nbytes <= row.up_to]
     for row in sorted(rows, key=lambda row: row.up_to):
         if why_not((row.algorithm, row.wire), call, layout, atomicity) is None:
-            blocks, threads = geometry(call, row.algorithm, size, most)
-            threads = min(row.threads or threads, THREADS)
-            return Choice(row.algorithm, row.wire, min(row.blocks or blocks, most), threads, "measured table")
+            blocks, threads = min(row.blocks or 1, most), min(row.threads or 1, THREADS)
+            return Choice(row.algorithm, row.wire, blocks, threads, "measured table")
     reasons: list[str] = []
     for way in ORDER:
         reason = why_not(way, call, layout, atomicity)
         if reason is None:
-            return Choice(*way, *geometry(call, way[0], size, most), why="rule: " + (_range(way, layout)))
+            return Choice(*way, why="rule: " + _range(way, layout))
         reasons.append(f"{name_of(way)}: {reason}")
     return Refusal("; ".join(reasons))
 
@@ -127,7 +124,7 @@ def why_not(way: Way, call: Call, layout: ChannelLayout, atomicity: int | Unknow
         return f"it needs stores of {needed} bytes that are seen whole, and remote_store_atomicity is {atomicity}"
     if algorithm in (Algorithm.TWO_SHOT, Algorithm.STAGED_TWO_SHOT) and call.kind not in REDUCTIONS:
         return "only sums are made in two phases"
-    if wire is Wire.SENTINEL and call.dtype not in FLOATS:
+    if wire is Wire.SENTINEL and call.dtype not in SUMMED:  # four bytes of a float64 may well be all ones (C9)
         return f"{call.dtype} may hold the sentinel as a value"
     largest = _largest(way, layout)
     if largest is None:
@@ -166,14 +163,6 @@ def most_blocks(threads_there: int | None, channels: int) -> int:
     return min(MAX_BLOCKS, threads_there // (THREADS * max(channels, 1)))
 
 
-def geometry(call: Call, algorithm: Algorithm, size: int, most: int = MAX_BLOCKS) -> tuple[int, int]:
-    """(blocks, threads) of a call: one thread for 16 bytes of what a rank adds up, as far as blocks go."""
-    two_phases = algorithm in (Algorithm.TWO_SHOT, Algorithm.STAGED_TWO_SHOT)
-    work = -(-call.nbytes // size) if two_phases else call.nbytes
-    limit = TWO_SHOT_BLOCKS if two_phases else ONE_SHOT_BLOCKS
-    return max(1, min(-(-work // (THREADS * BYTES_A_THREAD)), limit, most)), THREADS
-
-
 def verdicts(
     call: Call, layout: ChannelLayout, size: int, atomicity: int | Unknown
 ) -> Iterable[tuple[str, str | None]]:
@@ -185,5 +174,5 @@ def verdicts(
 
 def shard(nbytes: int, size: int, rank: int) -> tuple[int, int]:
     """(start, end) of the bytes that ``rank`` adds up in a two-shot: 16-byte pieces, the last ranks may get less."""
-    part = -(-nbytes // (size * BYTES_A_THREAD)) * BYTES_A_THREAD
+    part = -(-nbytes // (size * SHARD_UNIT)) * SHARD_UNIT
     return min(rank * part, nbytes), min((rank + 1) * part, nbytes)

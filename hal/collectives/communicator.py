@@ -104,6 +104,7 @@ class Communicator:
         self.descriptor = ""
         self._backend, self._ranks, self._arena, self._group = backend, ranks, arena, group
         self._checked = now.checked
+        self._calls: dict[Call, Call] = {}
         self._known: dict[int, str] = {}
         self._filed: list[str] = []
         self._eager_calls = 0
@@ -137,6 +138,7 @@ class Communicator:
                 dependent=capability is True,
                 recorder=self._recorder,
                 first_epoch=first_epoch,
+                channels=len(arena.plan.channels),
             )
         )
         # Every kernel is loaded on every rank before the first call can spin (C18).
@@ -240,6 +242,7 @@ class Communicator:
     def _make(self, call: Call, operands: Operands) -> None:
         if self.id not in live:
             raise CollectiveError("the communicator is closed", asked=call.describe(), do="make a new one")
+        call = self._calls.get(call) or self._first(call)
         choice = self._deciding.choice(call)
         capturing = self._backend.graphs.is_capturing()
         eager = not capturing and current_recorder() is None  # a dry run is neither: its work is thrown away
@@ -256,11 +259,15 @@ class Communicator:
             self._stream.eager(stream)
         if eager and self._checked:
             self._agree(call, choice)
-        self._known[call.digest] = call.describe()
         box = self._arena.take(call, choice.algorithm, self.channel) if capturing else None
         if capturing:
             self._filed.append(f"{call.describe()} by {name_of((choice.algorithm, choice.wire))}")
         self._driver.launch(call, choice, operands, box, stream)
+
+    def _first(self, call: Call) -> Call:
+        """One object stands for all equal calls: drivers keep what they prepared for it by its identity."""
+        self._known[call.digest] = call.describe()
+        return self._calls.setdefault(call, call)
 
     def choice(self, call: Call) -> Choice | Refusal:
         """How a call is, or would be, done; a pure function of agreed values (C5)."""

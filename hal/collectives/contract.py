@@ -101,7 +101,7 @@ class Choice:
     """How a call is done on all ranks: a pure function of the call, the layout and agreed values (C5).
 
     Attributes:
-        blocks, threads: launch geometry, where the backend launches kernels.
+        blocks, threads: launch geometry of a measured row; 1 and 1: the driver's own, a pure function as well.
         why: for ``explain`` and the decision record.
     """
 
@@ -130,6 +130,8 @@ class ChannelSite:
         peers: every rank's memory as mapped here, by rank of the group; ``peers[rank]`` is ``own``.
         bound_ns: how long a wait may take before it is an error.
         dependent: use dependent launches where the capability holds.
+        channels: of the arena, this one included; their grids may spin at the same time and fit the device together
+            (C16).
         recorder: pinned host memory uint8 that the flight recorder writes, see :class:`FlightEntry`.
         first_epoch: the channel's epoch before its first call; 0 but in tests of the wrap.
     """
@@ -143,6 +145,7 @@ class ChannelSite:
     dependent: bool
     recorder: torch.Tensor
     first_epoch: int = 0
+    channels: int = 1
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from halma.hal.collectives.choice import (
     Measured,
     choose,
     fingerprint,
-    geometry,
     most_blocks,
     name_of,
     shard,
@@ -147,10 +146,13 @@ def test_channels_that_cannot_fit_are_refused_when_they_are_made(halma_backend: 
 
 
 @pytest.mark.invariant("C16", control=True)
-def test_without_a_known_limit_geometry_follows_the_size_alone() -> None:
+def test_without_a_known_limit_a_row_of_the_table_is_taken_as_it_is() -> None:
     assert most_blocks(None, 5) == MAX_BLOCKS and most_blocks(4 * THREADS, 2) == 2 and most_blocks(THREADS, 2) == 0
-    small, large = (geometry(Call(Kind.ALL_REDUCE, n, "bfloat16"), Algorithm.ONE_SHOT, 2) for n in (8, 1 << 20))
-    assert small == (1, THREADS) and large == (64, THREADS)
+    row = Measured(Kind.ALL_REDUCE, 2, 1024, Algorithm.TWO_SHOT, Wire.CHUNKS, blocks=64, threads=256)
+    call = Call(Kind.ALL_REDUCE, 1024, "bfloat16")
+    free, tight = (choose(call, LAYOUTS[2, "both"], 2, 8, table=[row], threads_there=n) for n in (None, 4 * THREADS))
+    assert isinstance(free, Choice) and (free.blocks, free.threads) == (64, 256)
+    assert isinstance(tight, Choice) and (tight.blocks, tight.threads) == (4, 256)
 
 
 @pytest.mark.invariant("C19")
@@ -165,7 +167,7 @@ def test_no_flag_lies_inside_data_on_stores_that_may_be_seen_in_part(
     elif isinstance(choice, Choice) and choice.wire is Wire.WORDS:
         assert not isinstance(atomicity, Unknown) and atomicity >= 8
     if isinstance(choice, Choice) and choice.wire is Wire.SENTINEL:
-        assert call.dtype in ("bfloat16", "float16", "float32", "float64")
+        assert call.dtype in ("bfloat16", "float16", "float32"), "half of a float64 may be all ones"
 
 
 @pytest.mark.invariant("C19", control=True)
