@@ -108,10 +108,8 @@ class Stages:
             return
         for entry in primers:
             graph = self._graph(entry)
-            self.workspace.start()
-            with suppress(Exception), self.arenas.recording(entry.descriptor):
-                with GraphCaptureScope(graph, self.workspace, mode=self.mode):
-                    graph.set_outputs(entry.program())
+            with suppress(Exception):
+                self._fill(graph, entry)
             graph.reset()
             self.arenas.give_back(entry.descriptor)
         self.primed = self.pool_bytes()
@@ -120,6 +118,11 @@ class Stages:
         graph = BreakableGraph(self._pooled, str(entry.descriptor))
         graph.inputs, graph.descriptor = self.inputs_of(entry.descriptor), entry.descriptor
         return graph
+
+    def _fill(self, graph: BreakableGraph, entry: Entry) -> None:
+        self.workspace.start()
+        with self.arenas.recording(entry.descriptor), GraphCaptureScope(graph, self.workspace, mode=self.mode):
+            graph.set_outputs(entry.program())
 
     def plan(self, entry: Entry) -> None:
         """Show the workspace every take. A backend that has to run the program for that has warmed it up, too."""
@@ -174,9 +177,7 @@ class Stages:
         graph = entry.graph = self._graph(entry)
         if self.arenas:
             graph.refuse_replay = partial(self.arenas.refuse_replay, entry.descriptor)
-        self.workspace.start()
-        with self.arenas.recording(entry.descriptor), GraphCaptureScope(graph, self.workspace, mode=self.mode):
-            graph.set_outputs(entry.program())
+        self._fill(graph, entry)
         after = device.memory_info()
         entry.outcome = graph.outcome
         entry.bytes = self.meter.charge(before, after)
