@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from halma.backends.simt.geometry import MOST_THREADS, Geometry, geometry, norm_threads, room
+from halma.backends.simt.geometry import MOST_THREADS, Geometry, geometry, most_blocks, norm_threads, room
 from halma.backends.simt.sources import DTYPES, SITE_FIELDS, UNITS, Target, source
 from halma.hal.arena.layout import MAX_BLOCKS, Lane
 from halma.hal.backend import Backend, Stream
@@ -229,7 +229,8 @@ class SimtChannel:
             width=width,
             norm=None if second else self._kernels[f"norm_alone_{wide}{call.dtype}"],
             shape=shape,
-            norm_grid=min(4 * MAX_BLOCKS, shape >> 32),
+            # Under dependent launch it is resident, waiting, while peers still spin: it counts like them (C16).
+            norm_grid=min(most_blocks(size, self.resident_threads), shape >> 32),
             norm_block=row_threads,
         )
 
