@@ -75,7 +75,13 @@ TABLE: Final = (
     Order(
         "SENTINEL_STORE", "store16_relaxed", None, "each 4-byte word is its own flag; needs 4-byte atomicity", _SENTINEL
     ),
-    Order("SENTINEL_LOAD", "load16_relaxed", None, "each word is its own flag; bypasses L1, or a poll would never end", _SENTINEL),
+    Order(
+        "SENTINEL_LOAD",
+        "load16_relaxed",
+        None,
+        "each word is its own flag; bypasses L1, or a poll would never end",
+        _SENTINEL,
+    ),
     Order(
         "SENTINEL_CLEAR",
         "store16_relaxed",
