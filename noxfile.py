@@ -1,6 +1,7 @@
 """Other Pythons. ``make nightly`` runs the session ``torchfree`` through the row ``pythons``.
 
 * ``torchfree``: import, registry, settings, command line without torch, on each declared Python.
+* ``compile``: kernels for every declared architecture, with the compiler's wheels of the extra ``cuda`` and no GPU.
 * ``conformance``: with torch, where there is one to be had: ``NOX_TORCH="torch==2.7.1" nox -s conformance``.
 """
 
@@ -9,9 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import nox
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["torchfree"]
@@ -61,6 +68,21 @@ def torchfree(session: nox.Session) -> None:
     session.run(
         *("python", "-m", "pytest", "tests", "-m", "torchfree or sentinel"),
         *("--halma-row", ROW, "--halma-report", str(reports / f"{ROW}-{version}.json")),
+        *extra,
+    )
+
+
+@nox.session(name="compile", python=_interpreter("3.11"))
+def compile_kernels(session: nox.Session) -> None:
+    """The row ``compile``: no torch, no driver; NVRTC needs neither."""
+    reports, extra, _ = _reports(session)
+    with open("pyproject.toml", "rb") as file:
+        cuda = tomllib.load(file)["project"]["optional-dependencies"]["cuda"]
+    session.install("-c", _pins(session), *LIGHT, *TOOLS, "pytest-xdist", *cuda)
+    session.install("--no-deps", "--no-build-isolation", "-e", ".")
+    session.run(
+        *("python", "-m", "pytest", "tests/compile", "tests/test_sentinel.py", "-n", "2"),
+        *("--halma-row", "compile", "--halma-report", str(reports / "compile.json")),
         *extra,
     )
 

@@ -34,6 +34,7 @@ WAYS = (
     Choice(Algorithm.STAGED, Wire.FLAGS),
     Choice(Algorithm.STAGED_TWO_SHOT, Wire.FLAGS),
 )
+BROADCAST_WAYS = (WAYS[0], WAYS[1], WAYS[3])
 SIZES = (16, 240, 8192, 8208, 32768, 65536)
 DTYPES = ("bfloat16", "float16", "float32")
 LARGEST = 1 << 18
@@ -101,8 +102,8 @@ class Step:
 class Stress:
     """The calls of this process's ranks, and what the device found."""
 
-    def __init__(self, device: Backend, ranks: Ranks, seed: int, skew_ns: int) -> None:
-        self.ranks, self.skew_ns = ranks, skew_ns
+    def __init__(self, device: Backend, ranks: Ranks, seed: int, skew_ns: int, ways: Sequence[Choice] = WAYS) -> None:
+        self.ranks, self.skew_ns, self.ways = ranks, skew_ns, ways
         self.device = device
         self.rng = random.Random(seed)  # the same draws on every rank
         unit = sources.source("norm_alone", ranks.size, sources.Target.of(device.name, device.capabilities))
@@ -121,8 +122,8 @@ class Stress:
         if broadcast:
             root = rng.randrange(size)
             call = Call(Kind.BROADCAST, rng.choice(SIZES), "bfloat16", root=root)
-            return Step(call, rng.choice((WAYS[0], WAYS[1], WAYS[3])), root, root + 1)
-        choice, nbytes = rng.choice(WAYS), rng.choice(SIZES)
+            return Step(call, rng.choice([way for way in self.ways if way in BROADCAST_WAYS]), root, root + 1)
+        choice, nbytes = rng.choice(self.ways), rng.choice(SIZES)
         if rng.random() < 0.5:  # grids vary between calls of one channel
             choice = replace(choice, blocks=rng.choice((1, 2, 5, 8)), threads=rng.choice((32, 128, 256)))
         if choice.wire is not Wire.WORDS and rng.random() < 0.3:
@@ -158,6 +159,60 @@ class Stress:
             self.run(at, steps)
         self.made += len(steps)
 
+    def churn(self, calls: int) -> None:
+        """At least ``calls`` calls of every rank: graphs in random order, eager ones between; ends early on a fault."""
+        device, rng, ranks = self.device.device, self.rng, self.ranks
+        mixes = [[self.step() for _ in range(CALLS_A_GRAPH)] for _ in range(GRAPHS)]
+        mixes += [[self.step()] for _ in range(3)]
+        broadcasts = any(way in BROADCAST_WAYS for way in self.ways)
+        mixes += [[self.step(broadcast=True) for _ in range(CALLS_A_GRAPH)]] if broadcasts else []
+        self.everywhere(mixes[0])  # everything is loaded and warm before it is captured
+        device.synchronize()
+        graphs = [
+            [rank.capture(lambda at=at, steps=steps: self.run(at, steps)) for at, rank in enumerate(ranks.here)]
+            for steps in mixes
+        ]
+        ranks.meet()
+        last = 0
+        while self.made < calls:
+            which = rng.randrange(len(graphs))
+            for _ in range(rng.randrange(1, 6) if len(mixes[which]) == 1 else 1):
+                for rank, graph in zip(ranks.here, graphs[which], strict=True):
+                    with rank.stream:
+                        graph.replay()
+                self.made += len(mixes[which])
+            if rng.random() < 0.05:
+                broadcast = broadcasts and rng.random() < 0.2
+                self.everywhere([self.step(broadcast=broadcast) for _ in range(rng.randrange(1, 4))])
+            if self.made - last > 2000:  # bounds what is queued; says early what went wrong
+                last = self.made
+                device.synchronize()
+                if any(rank.channel.error() for rank in ranks.here):
+                    break
+        device.synchronize()
+
+    def found(self) -> list[dict[str, Any]]:
+        """By rank of this process, what the device counted."""
+        return [
+            {
+                "rank": rank.rank,
+                "calls": self.made,
+                "checked": int(self.counts[at][1]),
+                "wrong_words": int(self.counts[at][0]),
+                "error": str(rank.channel.error() or ""),
+                "epoch": rank.channel.epoch(),
+                "guards": self.ranks.guards_hold(),
+            }
+            for at, rank in enumerate(self.ranks.here)
+        ]
+
+    def good(self, found: Sequence[dict[str, Any]]) -> bool:
+        """Whether every call of every rank was checked and none was wrong."""
+        return all(
+            not one["error"] and one["wrong_words"] == 0 and one["guards"] and one["checked"] == self.made
+            for one in found
+        )
+
 
 def stress(arguments: argparse.Namespace) -> None:
     """One process's part; raises SystemExit(1) where anything was wrong."""
@@ -166,46 +221,11 @@ def stress(arguments: argparse.Namespace) -> None:
     make: Any = virtual_ranks if arguments.virtual else process_ranks
     ranks: Ranks = make(device, layout, bound_ns=BOUND, first_epoch=arguments.first_epoch)
     mix = Stress(device, ranks, arguments.seed, arguments.skew_us * 1000)
-    mixes = [[mix.step() for _ in range(CALLS_A_GRAPH)] for _ in range(GRAPHS)]
-    mixes += [[mix.step()] for _ in range(3)] + [[mix.step(broadcast=True) for _ in range(CALLS_A_GRAPH)]]
-    mix.everywhere(mixes[0])  # everything is loaded and warm before it is captured
-    device.device.synchronize()
-    graphs = [
-        [rank.capture(lambda at=at, steps=steps: mix.run(at, steps)) for at, rank in enumerate(ranks.here)]
-        for steps in mixes
-    ]
-    ranks.meet()
-    begin, last = time.monotonic(), 0
-    while mix.made < arguments.calls:
-        which = mix.rng.randrange(len(graphs))
-        for _ in range(mix.rng.randrange(1, 6) if len(mixes[which]) == 1 else 1):
-            for rank, graph in zip(ranks.here, graphs[which], strict=True):
-                with rank.stream:
-                    graph.replay()
-            mix.made += len(mixes[which])
-        if mix.rng.random() < 0.05:
-            mix.everywhere([mix.step(broadcast=mix.rng.random() < 0.2) for _ in range(mix.rng.randrange(1, 4))])
-        if mix.made - last > 2000:  # bounds what is queued; says early what went wrong
-            last = mix.made
-            device.device.synchronize()
-            if any(rank.channel.error() for rank in ranks.here):
-                break
-    device.device.synchronize()
+    begin = time.monotonic()
+    mix.churn(arguments.calls)
     took = time.monotonic() - begin
-    mine = [
-        {
-            "rank": rank.rank,
-            "calls": mix.made,
-            "checked": int(mix.counts[at][1]),
-            "wrong_words": int(mix.counts[at][0]),
-            "error": str(rank.channel.error() or ""),
-            "epoch": rank.channel.epoch(),
-            "guards": ranks.guards_hold(),
-        }
-        for at, rank in enumerate(ranks.here)
-    ]
-    found = [one for part in ranks.gather(mine) for one in part]
-    good = all(not f["error"] and f["wrong_words"] == 0 and f["guards"] and f["checked"] == mix.made for f in found)
+    found = [one for part in ranks.gather(mix.found()) for one in part]
+    good = mix.good(found)
     if ranks.here[0].rank == 0:
         how = "virtual ranks on one GPU" if arguments.virtual else "one process a GPU"
         report = {"ranks": arguments.ranks, "how": how, "seconds": round(took, 1), "good": good, "by_rank": found}

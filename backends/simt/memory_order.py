@@ -40,7 +40,7 @@ _CHUNKS = f"{_STRESS}::test_chunks"
 _STAGED = f"{_STRESS}::test_staged"
 _MIXED = f"{_STRESS}::test_mixed_grids"
 _FAULTS = "tests/gpu/collectives/test_faults.py::test_a_rank_is_missing"
-_WRAP = "tests/gpu/collectives/test_wrap.py::test_old_flags_are_scrubbed"
+_WRAP = "tests/gpu/collectives/test_interleaved.py::test_old_flags_are_scrubbed"
 _FLIGHT = "tests/gpu/collectives/test_faults.py::test_the_flight_recorder_names_the_straggler"
 
 TABLE: Final = (
@@ -75,7 +75,13 @@ TABLE: Final = (
     Order(
         "SENTINEL_STORE", "store16_relaxed", None, "each 4-byte word is its own flag; needs 4-byte atomicity", _SENTINEL
     ),
-    Order("SENTINEL_LOAD", "load16_relaxed", None, "as for words", _SENTINEL),
+    Order(
+        "SENTINEL_LOAD",
+        "load16_relaxed",
+        None,
+        "each word is its own flag; bypasses L1, or a poll would never end",
+        _SENTINEL,
+    ),
     Order(
         "SENTINEL_CLEAR",
         "store16_relaxed",
@@ -134,7 +140,7 @@ TABLE: Final = (
         "header goes by BEFORE_EXCHANGE and FLAG_EXCHANGE instead",
         _MIXED,
     ),
-    Order("HEADER_LOAD", "load8_relaxed", None, "as HEADER_STORE", _MIXED),
+    Order("HEADER_LOAD", "load8_relaxed", None, "digest and epoch are read as one 8-byte word; bypasses L1", _MIXED),
     Order(
         "FAULT_LOAD", "load4_relaxed", "load4_relaxed", "only ever goes from 0 to a fault: late is harmless", _FAULTS
     ),
