@@ -120,7 +120,7 @@ def why_not(way: Way, call: Call, layout: ChannelLayout, atomicity: int | Unknow
     """Why a way cannot do a call, or None: its declared range, and what it needs of stores."""
     algorithm, wire = way
     if way not in ORDER:
-        return "there is no such way"
+        return f"{algorithm.name.lower()} does not travel by {wire.name.lower()}"
     needed = {Wire.WORDS: 8, Wire.SENTINEL: 4, Wire.CHUNKS: 4, Wire.FLAGS: 0}[wire]
     if needed and (isinstance(atomicity, Unknown) or atomicity < needed):
         return f"it needs stores of {needed} bytes that are seen whole, and remote_store_atomicity is {atomicity}"

@@ -87,6 +87,7 @@ def test_a_backend_that_cannot_capture_does_the_same_work_as_one_that_may_not():
     for backend, enabled in ((CpuBackend(graph_capture=False), True), (CpuBackend(), False)):
         toy, workspace, graph = ToyDecode(), Workspace(), BreakableGraph(backend)
         toy.refresh(1)
+        workspace.seal()
         with backend.graphs.counting() as counted, GraphCaptureScope(graph, workspace, enabled=enabled):
             graph.set_outputs(toy.step())
         assert graph.outcome is Outcome.INERT
