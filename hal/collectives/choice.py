@@ -31,7 +31,10 @@ ORDER: Final[tuple[Way, ...]] = (
 """By falling preference; a small message is fastest with its flags inside."""
 
 WORDS_LARGEST: Final = 64 * 1024
-"""Bytes. Half of the wire is flags; above, the sentinel's whole payload wins (measured on the link)."""
+"""Bytes. Half of the wire is flags; above, what may not travel with a sentinel takes another way."""
+SENTINEL_FROM: Final = 8 * 1024
+"""Bytes of a sum from which the sentinel comes first: 1.73 us against 1.94 at 8 KB, 2.06 against 2.23 at 64 KB between
+two H200s (docs/results/2026-11-30-allreduce-two-h200.md)."""
 STAGED_LARGEST: Final = 256 * 1024
 """Bytes that a staged one-shot is used for: every rank pulls the whole message of every peer."""
 SUMMED: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -94,12 +97,18 @@ def choose(
             blocks, threads = min(row.blocks or 1, most), min(row.threads or 1, THREADS)
             return Choice(row.algorithm, row.wire, blocks, threads, "measured table")
     reasons: list[str] = []
-    for way in ORDER:
+    for way in _by_preference(call):
         reason = why_not(way, call, layout, atomicity)
         if reason is None:
             return Choice(*way, why="rule: " + _range(way, layout))
         reasons.append(f"{name_of(way)}: {reason}")
     return Refusal("; ".join(reasons))
+
+
+def _by_preference(call: Call) -> Sequence[Way]:
+    if call.kind in REDUCTIONS and call.nbytes >= SENTINEL_FROM:
+        return (ORDER[1], ORDER[0], *ORDER[2:])
+    return ORDER
 
 
 def name_of(way: Way) -> str:

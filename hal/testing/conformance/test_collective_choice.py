@@ -85,8 +85,8 @@ def test_a_choice_is_a_function_of_agreed_values_and_keeps_to_declared_ranges(
     ("nbytes", "lanes", "atomicity", "way"),
     [
         (0, "both", 8, "one_shot/words"),
-        (64 * 1024, "both", 8, "one_shot/words"),
-        (64 * 1024 + 2, "both", 8, "one_shot/sentinel"),
+        (8 * 1024 - 2, "both", 8, "one_shot/words"),
+        (8 * 1024, "both", 8, "one_shot/sentinel"),
         (LARGEST, "both", 8, "one_shot/sentinel"),
         (8192, "both", 4, "one_shot/sentinel"),
         (8192, "both", UNKNOWN, "staged/flags"),
