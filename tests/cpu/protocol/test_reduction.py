@@ -113,7 +113,7 @@ def test_a_variant_and_its_cure(name: str) -> None:
         *("ours", "early-start", "two-shot", "sentinel", "sentinel-overlapped-3", "chunk", "sticky", "slots-2"),
         *("push-first-4", "goes-on-equal", "block-epochs", "block-epochs-3", "silent-pair-2", "silent-pair-3"),
         *("push-first-3", "no-wait", "sentinel-idle-block", "sentinel-size-3", "chunk-unreleased", "scrub-unfenced"),
-        *("at-least"),
+        "at-least",
     ],
 )
 def test_a_large_variant_and_its_cure(name: str) -> None:
