@@ -104,9 +104,9 @@ class CpuChannel:
         if memory.fault[0]:
             poison(operands)
         else:
-            turn = Turn(memory, call, epoch, bytes_of(operands.source), operands.source.dtype, box)
             algorithm = int(choice.algorithm)
             try:
+                turn = Turn(memory, call, epoch, bytes_of(operands.source), operands.source.dtype, box)
                 if epoch & SCRUB_MASK in (0, 1):
                     self._scrub(call, choice, epoch)
                 memory.send_headers(call.digest, epoch)
@@ -118,6 +118,10 @@ class CpuChannel:
             except Faulted as fault:
                 memory.write_fault(fault, number, call.digest, algorithm)
                 poison(operands)
+            except BaseException:  # an interrupt, say: peers may have this call's data or not, so nobody can go on
+                memory.write_fault(Faulted(Fault.LEFT, memory.rank, epoch, 0, 0), number, call.digest, algorithm)
+                memory.cells.fill(epoch)
+                raise
         memory.cells.fill(epoch)
 
     def _scrub(self, call: Call, choice: Choice, epoch: int) -> None:

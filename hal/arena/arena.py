@@ -50,6 +50,7 @@ class Arena:
         self._memory = memory
         self._recorder: Use | None = None
         self._uses: list[Use] = []
+        self._occupied: dict[str, bool] = {}
 
     @classmethod
     def create(
@@ -100,18 +101,42 @@ class Arena:
     @property
     def own(self) -> SharedMemory:
         """This rank's memory."""
-        self._refuse_closed("this rank's memory")
+        self.refuse_closed("this rank's memory")
         return self._memory.own
 
     @property
     def peers(self) -> Sequence[SharedMemory]:
         """Every rank's memory as it is mapped here, by rank of the group."""
-        self._refuse_closed("the peers' memory")
+        self.refuse_closed("the peers' memory")
         return tuple(self._memory.peers)
 
     def layout(self, channel: str = "main") -> ChannelLayout:
         """Where a channel lies; see :meth:`ArenaPlan.layout`."""
         return self.plan.layout(channel)
+
+    def occupy(self, channel: str) -> bool:
+        """A communicator begins to use a channel; whether another one did before. For the communicator.
+
+        Raises:
+            ArenaError: another one still does: its epochs, flags and faults are those of the channel. Or the arena is
+                closed, or has no such channel.
+        """
+        self.refuse_closed(f'a communicator on channel "{channel}"')
+        self.layout(channel)
+        if self._occupied.get(channel):
+            raise ArenaError(
+                f'channel "{channel}" of the arena has a communicator',
+                asked="another one on the same channel",
+                found="it is not closed",
+                do="use that one, close it first, or plan a second channel: plan_channels(channels=(...))",
+            )
+        before = channel in self._occupied
+        self._occupied[channel] = True
+        return before
+
+    def vacate(self, channel: str) -> None:
+        """A communicator ends to use a channel."""
+        self._occupied[channel] = False
 
     def refill(self, channel: str) -> None:
         """Write a channel's lanes as before its first use, on this rank: for a channel that starts again.
@@ -130,7 +155,7 @@ class Arena:
             ArenaError: one was written to, or the arena is closed, or a capture is open.
         """
         refuse_capturing("guard zones are looked at")
-        self._refuse_closed("a look at the guard zones")
+        self.refuse_closed("a look at the guard zones")
         self._guards_intact()
 
     def _guards_intact(self) -> None:
@@ -157,7 +182,7 @@ class Arena:
         if kind not in KINDS:
             raise ArenaError(f"no kind of session called {kind!r}", do="one of " + ", ".join(KINDS))
         refuse_capturing("a session is opened on an arena")
-        self._refuse_closed(f"a {kind} session")
+        self.refuse_closed(f"a {kind} session")
         self._uses.append(Use(self, kind))
         return self._uses[-1]
 
@@ -180,7 +205,7 @@ class Arena:
                 small; no such channel; the arena is closed. An open capture ends as failed, whoever catches it.
         """
         try:
-            self._refuse_closed(call.describe())
+            self.refuse_closed(call.describe())
             self.layout(channel)
             if self._recorder is not None and self.recording is not None:
                 return self._recorder.take(self.recording, call, algorithm, channel)
@@ -224,7 +249,8 @@ class Arena:
         """For :class:`Use`."""
         self._uses = [one for one in self._uses if one is not use]
 
-    def _refuse_closed(self, asked: str) -> None:
+    def refuse_closed(self, asked: str) -> None:
+        """Raise ArenaError where the arena is closed."""
         if self.closed:
             raise ArenaError("the arena is closed", asked=asked, do="make a new one")
 

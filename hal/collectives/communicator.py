@@ -27,8 +27,16 @@ from halma.hal.collectives.contract import (
     Operands,
     Refusal,
 )
-from halma.hal.collectives.deciding import Deciding
-from halma.hal.collectives.operands import call_of, check_apart, check_like, check_tensor
+from halma.hal.collectives.deciding import VENDOR, Deciding
+from halma.hal.collectives.operands import (
+    call_of,
+    check_apart,
+    check_bound,
+    check_eps,
+    check_like,
+    check_root,
+    check_tensor,
+)
 from halma.hal.collectives.operands import name_of as dtype_name
 from halma.hal.collectives.ranks import AnsweringRanks
 from halma.hal.collectives.report import Answers, ChannelFault, channel_fault
@@ -80,6 +88,7 @@ class Communicator:
         first_epoch: the channel's epoch before its first call; for tests of the wrap.
 
     Raises:
+        ArenaError: the arena is closed, or the channel has a communicator that is not closed.
         CollectiveError: ranks disagree on the table or the channel; or all channels' grids do not fit the device
             together (C16).
         RankError: a rank did not come.
@@ -120,10 +129,15 @@ class Communicator:
             table=table, strict=now.strict, why_vendor=why_vendor,
         )  # fmt: skip
         if arena is not None:
-            self._driver = self._open(arena, first_epoch, table)
+            again = arena.occupy(channel)
+            try:
+                self._driver = self._open(arena, first_epoch, table, again)
+            except BaseException:
+                arena.vacate(channel)
+                raise
         live[self.id] = self
 
-    def _open(self, arena: Arena, first_epoch: int, table: Table) -> ChannelDriver:
+    def _open(self, arena: Arena, first_epoch: int, table: Table, again: bool) -> ChannelDriver:
         self._recorder = self._backend.memory.pinned((FLIGHT_ENTRIES * FLIGHT_BYTES,), _uint8())
         self._recorder.zero_()
         capability = self._backend.capabilities.dependent_launch
@@ -141,6 +155,12 @@ class Communicator:
                 channels=len(arena.plan.channels),
             )
         )
+        if again:
+            # The one before left flags of the same epochs, maybe a fault. Once all are here nobody sends any more.
+            self._backend.device.synchronize()
+            self._ranks.exchange(f"channel {self.channel} is opened again", None)
+            driver.rearm(first_epoch)
+            self._backend.device.synchronize()
         # Every kernel is loaded on every rank before the first call can spin (C18).
         terms = (self.channel, first_epoch, tuple(table), self._checked)
         self._refuse_difference("the channel", self._ranks.exchange(f"channel {self.channel} is loaded", terms))
@@ -178,6 +198,7 @@ class Communicator:
         """
         kind = Kind.ALL_REDUCE_NORM
         self._check(kind, x=x, residual=residual, weight=weight, out=out)
+        eps = check_eps(kind, eps)
         if not x.dim() or not x.shape[-1] or not x.is_floating_point():
             raise CollectiveError(
                 "all_reduce_norm cannot take x",
@@ -218,11 +239,7 @@ class Communicator:
             As :meth:`all_reduce`; there is no such rank.
         """
         self._check(Kind.BROADCAST, x=x)
-        if not 0 <= root < self.size:
-            raise CollectiveError(
-                f"there is no rank {root} to broadcast from",
-                found=f"the group has ranks 0..{self.size - 1}, whatever they are called outside of it",
-            )
+        check_root(root, self.size)
         self._make(call_of(Kind.BROADCAST, x, root=root, descriptor=self._where()), Operands(x, x))
         return x
 
@@ -240,14 +257,15 @@ class Communicator:
             check_tensor(kind, name, value, self._backend.device.torch_device)
 
     def _make(self, call: Call, operands: Operands) -> None:
-        if self.id not in live:
-            raise CollectiveError("the communicator is closed", asked=call.describe(), do="make a new one")
+        self._refuse_closed(call.describe)
         call = self._calls.get(call) or self._first(call)
         choice = self._deciding.choice(call)
         capturing = self._backend.graphs.is_capturing()
         eager = not capturing and current_recorder() is None  # a dry run is neither: its work is thrown away
         if eager and self._driver is not None:
             self.poll()
+        if eager and self._checked:
+            self._agree(call, choice)
         if isinstance(choice, Refusal):
             vendor.run(call, operands, self._group, self.size)
             return
@@ -257,8 +275,6 @@ class Communicator:
             self._stream.captured_call(stream)
         elif eager:
             self._stream.eager(stream)
-        if eager and self._checked:
-            self._agree(call, choice)
         box = self._arena.take(call, choice.algorithm, self.channel) if capturing else None
         if capturing:
             self._filed.append(f"{call.describe()} by {name_of((choice.algorithm, choice.wire))}")
@@ -287,10 +303,11 @@ class Communicator:
 
     # -- ranks that disagree ------------------------------------------------------------------------
 
-    def _agree(self, call: Call, choice: Choice) -> None:
+    def _agree(self, call: Call, choice: Choice | Refusal) -> None:
         """Checked mode: compare an eager call with the other ranks' before anybody waits on the device (C6, C12)."""
         self._eager_calls += 1
-        mine = (call.describe(), name_of((choice.algorithm, choice.wire)))
+        way = VENDOR if isinstance(choice, Refusal) else name_of((choice.algorithm, choice.wire))
+        mine = (call.describe(), way)
         stage = f"eager call {self._eager_calls} of channel {self.channel}"
         self._refuse_difference(stage, self._ranks.exchange(stage, mine))
 
@@ -302,6 +319,8 @@ class Communicator:
                 asked="a replay",
                 do="close sessions before their communicators, and those before their arena",
             )
+        if self._arena is not None:
+            self._arena.refuse_closed("a replay of a graph with calls of a channel")
         if self._checked and self._filed:
             self.compare_captured()
 
@@ -368,17 +387,23 @@ class Communicator:
         return [] if self._driver is None else list(self._driver.flight())
 
     def set_bound(self, seconds: float) -> None:
-        """How long waits may take from now on, those of captured calls included."""
-        self._bound = seconds
+        """How long waits may take from now on, those of captured calls included.
+
+        Raises:
+            CollectiveError: no number of seconds above 0, as ``HALMA_COLLECTIVE_BOUND`` takes.
+        """
+        self._bound = check_bound(seconds)
         if self._driver is not None:
-            self._driver.set_bound(int(seconds * 1e9))
+            self._driver.set_bound(int(self._bound * 1e9))
 
     def rearm(self) -> None:
         """Forget the fault and go on, without another capture. Every rank calls it; what is queued drains first.
 
         Raises:
             RankError: a rank did not come: then the channel stays as it is.
+            CollectiveError, ArenaError: the communicator or its arena is closed.
         """
+        self._refuse_closed(lambda: "rearm()")
         if self._driver is None:
             return
         self._backend.device.synchronize()
@@ -400,6 +425,14 @@ class Communicator:
         if self._driver is not None:
             self._driver.close()
             self._driver = None
+            if self._arena is not None:
+                self._arena.vacate(self.channel)
+
+    def _refuse_closed(self, asked: Callable[[], str]) -> None:
+        if self.id not in live:
+            raise CollectiveError("the communicator is closed", asked=asked(), do="make a new one")
+        if self._arena is not None and self._arena.closed:
+            self._arena.refuse_closed(asked())
 
 
 def _shown(value: Any) -> str:

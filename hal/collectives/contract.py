@@ -194,6 +194,8 @@ class Fault(IntEnum):
     """A peer made another call: its header word has another digest."""
     OVERRUN = 3
     """A peer is ahead: a flag of a later epoch came."""
+    LEFT = 4
+    """An exception, such as an interrupt, left the call before its end; ``peer`` is this rank. Host code only."""
 
 
 @dataclass(frozen=True)

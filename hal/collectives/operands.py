@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from math import isfinite
+from numbers import Real
+from typing import Any, Final
 
 import torch
 
@@ -20,8 +22,69 @@ def call_of(kind: Kind, x: torch.Tensor, *, root: int = -1, detail: str = "", de
     return Call(kind, x.numel() * x.element_size(), name_of(x.dtype), root, detail, descriptor)
 
 
+LONGEST_BOUND: Final = 1e9
+"""Seconds; nanoseconds of it fit 64 bits."""
+PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+"""Tensors with memory of their own; a tracer's stand-ins have none."""
+
+
+def check_eps(kind: Kind, eps: Any) -> float:
+    """``eps`` as the float that it is on every rank: 0 and 0.0 are one call.
+
+    Raises:
+        CollectiveError: no finite number from 0 on.
+    """
+    value = _number(eps)
+    if value is None or value < 0 or not isfinite(value):
+        raise CollectiveError(
+            f"{kind.name.lower()} cannot take eps",
+            found=repr(eps),
+            do="eps=1e-6, say: a host number that is finite and not negative",
+        )
+    return value
+
+
+def check_bound(seconds: Any) -> float:
+    """``seconds`` of a wait.
+
+    Raises:
+        CollectiveError: no number of seconds above 0, as ``HALMA_COLLECTIVE_BOUND`` takes.
+    """
+    value = _number(seconds)
+    if value is None or not 0 < value < LONGEST_BOUND:
+        raise CollectiveError(
+            f"a wait cannot be bounded by {seconds!r}",
+            asked=f"set_bound({seconds!r})",
+            do=f"a number of seconds above 0 and below {LONGEST_BOUND:g}",
+        )
+    return value
+
+
+def check_root(root: Any, size: int) -> None:
+    """Refuse what is no rank of a group of ``size``.
+
+    Raises:
+        CollectiveError: there is no such rank.
+    """
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
+        raise CollectiveError(
+            f"there is no rank {root!r} to broadcast from",
+            found=f"the group has ranks 0..{size - 1}, whatever they are called outside of it",
+        )
+
+
+def _number(value: Any) -> float | None:
+    """A host's real number as a float; no bool, and no tensor, which would be a host read."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
 def check_tensor(kind: Kind, name: str, value: Any, device: torch.device) -> None:
-    """Refuse what is no contiguous tensor of the group's device.
+    """Refuse what is no plain contiguous tensor of the group's device, or what autograd would want a gradient of.
 
     Raises:
         CollectiveError: with what to do about it.
@@ -29,13 +92,31 @@ def check_tensor(kind: Kind, name: str, value: Any, device: torch.device) -> Non
     what = f"{kind.name.lower()} cannot take {name}"
     if not isinstance(value, torch.Tensor):
         raise CollectiveError(what, found=f"{type(value).__name__}", do="give it a tensor")
-    if value.device.type != device.type:
+    if type(value) not in PLAIN:
+        raise CollectiveError(
+            what,
+            found=f"{type(value).__name__}, which has no memory that peers could be sent",
+            do="where somebody traces: torch.ops.halma.all_reduce (import halma.hal.collectives.custom_op)",
+        )
+    if value.device.type != device.type or (device.index is not None and value.device.index != device.index):
         raise CollectiveError(what, found=f"it lies on {value.device}", do=f"the group's device is {device}")
     if value.layout is not torch.strided or not value.is_contiguous():
         raise CollectiveError(
             what,
             found=f"it is not contiguous: shape {list(value.shape)}, strides {list(value.stride())}",
             do=f"{name}.contiguous(), or make it so where it comes from: a copy here would be hidden work",
+        )
+    if value.is_neg() or value.is_conj():
+        raise CollectiveError(
+            what,
+            found="its memory holds other numbers than it shows: a lazy negative or conjugate view",
+            do=f"{name}.resolve_conj().resolve_neg()",
+        )
+    if value.requires_grad and torch.is_grad_enabled():
+        raise CollectiveError(
+            what,
+            found="it requires a gradient, and a collective here has none",
+            do="torch.no_grad() or torch.inference_mode() around the step, or a tensor that is detached",
         )
 
 

@@ -79,6 +79,12 @@ class DistributedRanks:
                 found=f"global rank {distributed.get_rank()} got {group!r}",
                 do="only members make collectives of a group; all ranks together are torch.distributed.group.WORLD",
             )
+        if not isinstance(group, distributed.ProcessGroup):
+            raise CollectiveError(
+                "that is no group of ranks",
+                found=repr(group),
+                do="torch.distributed.group.WORLD, or what torch.distributed.new_group() returned",
+            )
         self.rank = int(distributed.get_rank(group))
         self.size = int(distributed.get_world_size(group))
         # The one accessor there is; torch's own symmetric memory uses it too.

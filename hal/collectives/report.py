@@ -64,7 +64,7 @@ def channel_fault(
         return f"rank {one} ({names[one]})"
 
     def call_of(digest: int) -> str:
-        return known.get(digest, f"a call with digest {digest:#010x} that this rank never made")
+        return known.get(digest) or _recorded(answers, digest)
 
     found = [
         f"{named(rank)} was in call {record.call} of the channel: {call_of(record.digest)}",
@@ -90,12 +90,22 @@ def channel_fault(
     )
 
 
+def _recorded(answers: Answers, digest: int) -> str:
+    """A call that this rank never made, as another rank's flight recorder has it."""
+    entries = (entry for flight in answers.flights.values() for entry in flight if entry.digest == digest)
+    entry = next(entries, None)
+    what = f"{_kind(entry)} of {entry.nbytes} bytes" if entry is not None else "a call"
+    return f"{what} with digest {digest:#010x} that this rank never made"
+
+
 def _headline(record: ErrorRecord, named: Callable[[int], str], call_of: Callable[[int], str]) -> str:
     peer = named(record.peer)
     if record.fault is Fault.MISMATCH:
         return f"{peer} makes another call: {call_of(record.seen)}"
     if record.fault is Fault.OVERRUN:
         return f"{peer} is a call ahead of its turn"
+    if record.fault is Fault.LEFT:
+        return f"an exception on {peer} left a call before its end"
     return f"{peer} did not do its part within {record.waited_ns / 1e9:.3f} s"
 
 

@@ -107,6 +107,46 @@ def _header_flags(setup: Setup) -> list[int]:
     return [int(flags[:, peer].max()) for peer in range(setup.comm.size) if peer != setup.comm.rank]
 
 
+def opened_again(backend: str, faulty: bool) -> dict[str, Any]:
+    """A second communicator on a channel: refused beside the first, and clean behind it, also after a fault."""
+    with ranks_set_up(backend) as setup:
+        assert setup is not None
+        comm, arena = setup.comm, setup.arena
+        x = torch.ones(20, device=setup.device)
+        comm.all_reduce(x)
+        comm.all_reduce(x)
+        beside = refusal(lambda: setup.group.communicator(arena))
+        if faulty:
+            setup.group.ranks.exchange("before the fault", None)
+            comm.set_bound(BRIEF)
+            if comm.rank:
+                comm.all_reduce(x)
+            setup.backend.device.synchronize()
+        comm.close()
+        setup.comm = again = setup.group.communicator(arena)
+        flags, epoch = _header_flags(setup), again.epoch()
+        setup.group.ranks.exchange("looked", None)
+        messages = [torch.full((20,), float(step + again.rank), device=setup.device) for step in range(3)]
+        sums = [setup.done(again.all_reduce(message)) for message in messages]
+        again.poll()
+        comm.close()  # twice is once: the channel is the second's
+        beside_again = refusal(lambda: setup.group.communicator(arena))
+        again.close()
+        found: dict[str, Any] = {"beside": beside, "again": beside_again, "flags": flags, "epoch": epoch}
+        return found | {"sums": [one[0].item() for one in sums]}
+
+
+def arena_first(backend: str) -> dict[str, str]:
+    """What a communicator says whose arena was closed before it."""
+    with ranks_set_up(backend) as setup:
+        assert setup is not None
+        x = torch.ones(20, device=setup.device)
+        graph = _graph(setup, x, torch.empty_like(x))
+        setup.arena.close()
+        found = {"call": refusal(lambda: setup.comm.all_reduce(x)), "rearm": refusal(setup.comm.rearm)}
+        return found | {"replay": refusal(graph.replay), "open": refusal(lambda: setup.group.communicator(setup.arena))}
+
+
 def end_suddenly(backend: str, victim: int) -> dict[str, Any]:
     """Rank ``victim`` is killed between two calls; the others name it and can close."""
     with ranks_set_up(backend, bound=PATIENT) as setup:

@@ -229,6 +229,10 @@ def odd_operands(backend: str) -> list[tuple[str, bool]]:
     return found
 
 
+class _Traced(torch.Tensor):
+    """As tracers have them."""
+
+
 def refused_operands(backend: str) -> dict[str, str]:
     """Refusals by what was wrong; then one good call."""
     with ranks_set_up(backend) as setup:
@@ -237,13 +241,28 @@ def refused_operands(backend: str) -> dict[str, str]:
         x = torch.ones((4, 6), dtype=torch.bfloat16, device=device)
         line = torch.ones(32, dtype=torch.bfloat16, device=device)
         weight = torch.ones(6, dtype=torch.bfloat16, device=device)
+        negative: Any = getattr(torch, "_neg_view")(x)  # noqa: B009 (torch does not export it)
+        bad_eps: tuple[Any, ...] = (-1e-6, float("nan"), float("inf"), None)
+        bad_bounds: tuple[Any, ...] = (0, -1, 1e10, "3")
         found = {
             "strided": refusal(lambda: comm.all_reduce(x.t())),
             "shape": refusal(lambda: comm.all_reduce(x, line)),
             "dtype": refusal(lambda: comm.all_reduce(x, x.float())),
             "overlap": refusal(lambda: comm.all_reduce(line[:16], line[8:24])),
             "no tensor": refusal(lambda: comm.all_reduce([1.0])),  # type: ignore[arg-type]
+            "negative view": refusal(lambda: comm.all_reduce(negative)),
+            "gradient": refusal(torch.enable_grad()(lambda: comm.all_reduce(x.float().requires_grad_()))),
+            "subclass": refusal(lambda: comm.all_reduce(x.as_subclass(_Traced))),
             "root": refusal(lambda: comm.broadcast(x, root=setup.comm.size)),
+            "root of a half": refusal(lambda: comm.broadcast(x, root=0.5)),  # type: ignore[arg-type]
+            "root true": refusal(lambda: comm.broadcast(x, root=True)),
+            **{
+                f"eps {eps}": refusal(
+                    lambda eps=eps: comm.all_reduce_rmsnorm(x, x.clone(), weight, eps=eps, out=torch.empty_like(x))
+                )
+                for eps in bad_eps
+            },
+            **{f"bound {bound}": refusal(lambda bound=bound: comm.set_bound(bound)) for bound in bad_bounds},
             "residual": refusal(lambda: comm.all_reduce_rmsnorm(x, x, weight, out=torch.empty_like(x))),
             "weight": refusal(lambda: comm.all_reduce_rmsnorm(x, x.clone(), weight[:5], out=torch.empty_like(x))),
             "gather": refusal(lambda: comm.all_gather(x, out=torch.empty_like(x))),
@@ -252,7 +271,27 @@ def refused_operands(backend: str) -> dict[str, str]:
         found["after"] = "" if setup.done(x).flatten()[0] == setup.comm.size else "wrong"
         comm.close()
         found["closed"] = refusal(lambda: comm.all_reduce(x))
+        found["closed rearm"] = refusal(comm.rearm)
         return found
+
+
+def good_operands(backend: str) -> list[bool]:
+    """What differs a little from what is refused."""
+    with ranks_set_up(backend) as setup:
+        assert setup is not None
+        comm, device, size = setup.comm, setup.device, setup.comm.size
+        x = torch.nn.Parameter(torch.ones((2, 4), device=device))
+        weight = torch.nn.Parameter(torch.ones(4, device=device))
+        norm = torch.empty_like(x)
+        with torch.no_grad():
+            comm.all_reduce(x)
+            # an integer here and a float there are one call
+            eps = 0 if comm.rank else 0.0
+            comm.all_reduce_rmsnorm(torch.ones_like(x), torch.ones_like(x), weight, eps=eps, out=norm)
+        root = torch.full((3,), float(comm.rank), device=device)
+        comm.broadcast(root, root=size - 1)
+        return [bool((setup.done(x) == size).all()), bool((setup.done(norm) - 1).abs().max() < 1e-6),
+                setup.done(root).tolist() == [size - 1.0] * 3]  # fmt: skip
 
 
 def vendor_calls(backend: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from halma.hal.backend import Backend
@@ -38,6 +40,21 @@ def test_a_rank_that_is_late_within_the_bound_is_waited_for(all_ranks: RankPools
     assert all_ranks[2].run(programs.late_but_there, all_ranks.backend, 2 * BRIEF) == [True, True]
 
 
+@pytest.mark.invariant("C2")
+@pytest.mark.invariant("A10")
+@pytest.mark.parametrize("faulty", [False, True], ids=["sound", "faulty"])
+def test_a_channel_that_is_opened_again_has_nothing_of_the_first_time(all_ranks: RankPools, faulty: bool) -> None:
+    for found in all_ranks[2].run(programs.opened_again, all_ranks.backend, faulty):
+        assert found["flags"] == [0] and found["epoch"] == 0, "a flag of the first time would be taken for an arrival"
+        assert found["sums"] == [1.0, 3.0, 5.0]
+        assert 'channel "main" of the arena has a communicator' in found["beside"] and found["again"] == found["beside"]
+
+
+def test_nothing_uses_an_arena_that_was_closed_first(all_ranks: RankPools) -> None:
+    for found in all_ranks[2].run(programs.arena_first, all_ranks.backend):
+        assert [name for name, said in found.items() if "the arena is closed" not in said] == []
+
+
 @pytest.mark.invariant("C7")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_is_named_and_the_others_live(all_ranks: RankPools, victim: int) -> None:
@@ -57,7 +74,8 @@ def test_another_call_is_an_error_at_once_also_unchecked(all_ranks: RankPools, w
         assert found["fault"] == "MISMATCH" and found["expected"] != found["seen"]
         assert found["seconds"] < MARGIN, "not after the bound, which is a minute here"
         assert found["after"], "and the channel goes on after rearm()"
-        assert "makes another call" in found["text"]
+        first = found["text"].splitlines()[0].split("makes another call: ")[1]
+        assert re.match(r"(all_reduce|broadcast) of \d+ bytes", first), "also of a call that this rank never made"
 
 
 @pytest.mark.invariant("C7")

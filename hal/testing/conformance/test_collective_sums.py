@@ -133,16 +133,29 @@ def test_what_cannot_be_taken_is_refused_with_the_reason(all_ranks: RankPools) -
         "dtype": "float32[4, 6]",
         "overlap": "share memory",
         "no tensor": "list",
+        "negative view": "resolve_neg()",
+        "gradient": "torch.no_grad()",
+        "subclass": "torch.ops.halma",
         "root": "no rank 2",
+        "root of a half": "no rank 0.5",
+        "root true": "no rank True",
+        **{f"eps {eps}": f"found: {eps}" for eps in ("-1e-06", "nan", "inf", "None")},
+        **{f"bound {bound}": "seconds above 0" for bound in ("0", "-1", "10000000000.0", "3")},
         "residual": "share memory",
         "weight": "bfloat16[5]",
         "gather": "bfloat16[2, 4, 6]",
         "closed": "is closed",
+        "closed rearm": "is closed",
     }
     for found in all_ranks[2].run(programs.refused_operands, all_ranks.backend):
         assert found.pop("after") == ""
         assert {name: reasons[name] in text for name, text in found.items()} == dict.fromkeys(reasons, True)
         assert all(text.startswith("CollectiveError") for text in found.values())
+
+
+@pytest.mark.invariant("C10", control=True)
+def test_parameters_plain_numbers_and_the_last_rank_are_taken(all_ranks: RankPools) -> None:
+    assert all_ranks[2].run(programs.good_operands, all_ranks.backend) == [[True] * 3] * 2
 
 
 def test_what_no_channel_does_goes_to_the_vendor_with_the_reason(all_ranks: RankPools, halma_backend: Backend) -> None:

@@ -18,10 +18,11 @@ from halma.hal.collectives.choice import ORDER
 from halma.hal.collectives.communicator import live
 from halma.hal.collectives.custom_op import all_reduce
 from halma.hal.collectives.group import Group, NoArena
+from halma.hal.collectives.report import ChannelFault
 from halma.hal.decisions import decisions
 from halma.hal.errors import HalmaError
 from halma.hal.testing.conformance.capturing import captured, planned
-from halma.hal.testing.conformance.collective_setup import Setup, ranks_set_up, refusal
+from halma.hal.testing.conformance.collective_setup import BRIEF, PATIENT, Setup, ranks_set_up, refusal
 from halma.hal.workspace import Workspace
 
 
@@ -137,6 +138,83 @@ def three_ranks() -> dict[str, Any]:
     return found
 
 
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which a pool of ranks would end with."""
+
+
+def interrupted(how: str) -> dict[str, Any]:
+    """Rank 0 is interrupted while it waits; ``how`` is "never" in the control arm."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm, ranks = setup.comm, setup.group.ranks
+        driver: Any = comm._driver  # pyright: ignore[reportPrivateUsage]
+        memory = driver._memory
+        x = torch.full((3,), 1.0 + comm.rank)
+        found: dict[str, Any] = {"left": False, "fault": ""}
+
+        def interrupt(*_: Any) -> None:
+            raise Interrupted
+
+        if comm.rank == 0 and how != "never":
+            memory.wait = interrupt  # the data has gone out
+            try:
+                comm.all_reduce(x)
+            except Interrupted:
+                found["left"] = True
+            del memory.wait
+        else:
+            comm.all_reduce(x)
+        ranks.exchange("interrupted", None)
+        comm.set_bound(BRIEF)
+        y = torch.full((3,), 10.0 + comm.rank)
+        try:
+            comm.all_reduce(y)
+            comm.poll()
+        except ChannelFault as fault:
+            found["fault"] = f"{fault.record.fault.name}: {fault}"
+        found["next"] = y[0].item()
+        comm.set_bound(PATIENT)
+        comm.rearm()
+        found["after"] = comm.all_reduce(torch.full((3,), 10.0 + comm.rank))[0].item()
+        return found
+
+
+def vendor_calls_that_differ() -> str:
+    """In checked mode ranks whose sums take the vendor's way compare them first: gloo would add bytes to bytes."""
+    with ranks_set_up("cpu", environment={"HALMA_CHECKED": "1", "HALMA_LOG": "error"}) as setup:
+        assert setup is not None
+        kinds = (torch.float64, torch.int64)
+        assert setup.comm.all_reduce(torch.ones(3, dtype=kinds[0])).tolist() == [2.0] * 3
+        return refusal(lambda: setup.comm.all_reduce(torch.ones(3, dtype=kinds[setup.comm.rank])))
+
+
+def session_without_an_arena() -> dict[str, Any]:
+    """The documented way, in a group that has no channel."""
+    group = halma.collectives(world=distributed.group.WORLD, backend="cpu")
+    arena = group.arena(plan_channels(largest=1024))
+    comm = group.communicator(arena)
+    x = halma.persistent_input("x", (2, 4), torch.float32, backend=group.backend)
+
+    def program() -> torch.Tensor:
+        y = x.prefix(2) * 2
+        comm.all_reduce(y)
+        return y + 1
+
+    (one,) = halma.ladder(decode=[2])
+    with halma.session("persistent", backend=group.backend, inputs=[x], arenas=[arena]) as session:
+        session.capture(one, program)
+    with torch.no_grad():
+        replayed = [session.replay(one, x=torch.full((2, 4), 1.0 + group.rank))[0, 0].item() for _ in range(2)]
+    session.close()
+    odd = group.ranks.rank == 1
+
+    def differing() -> None:
+        with halma.session("persistent", backend=group.backend, inputs=[x], arenas=[arena]) as other:
+            other.capture(halma.ladder(decode=[1 if odd else 2])[0], program)
+
+    return {"replayed": replayed, "differs": refusal(differing)}
+
+
 def unlike_ranks(how: str) -> str:
     """What a group says of ranks that came with different settings, tables, plans or memberships."""
     rank = distributed.get_rank()
@@ -153,6 +231,8 @@ def unlike_ranks(how: str) -> str:
             group.communicator(group.arena(plan_channels(largest=1024)), first_epoch=rank)
         elif how == "member":
             Group(distributed.GroupMember.NON_GROUP_MEMBER, backend)
+        elif how == "no group":
+            Group("x", backend)
         elif how == "host" and rank == 1:
             from halma.hal.collectives import group as module
 

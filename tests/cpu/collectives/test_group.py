@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,6 +68,54 @@ def test_ranks_that_differ_are_told_before_anything_is_made(halma_rank_pools: Ra
 def test_without_torch_distributed_a_group_says_how_to_start() -> None:
     with pytest.raises(CollectiveError, match="torchrun"):
         halma.collectives(world=object(), backend="cpu")
+
+
+def test_what_is_no_group_is_refused(halma_rank_pools: RankPools) -> None:
+    for said in halma_rank_pools[2].run(programs.unlike_ranks, "no group"):
+        assert "that is no group of ranks" in said and "'x'" in said
+
+
+def test_none_is_no_group_among_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed.group.WORLD is None before init_process_group(): every rank would add up its own alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CollectiveError, match="init_process_group"):
+        halma.collectives(world=None, backend="cpu")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert halma.collectives(world=None, backend="cpu").size == 1
+
+
+@pytest.mark.parametrize("arena", [None, object()], ids=["none", "other"])
+def test_a_communicator_needs_an_arena_or_the_reason_why_there_is_none(arena: Any) -> None:
+    group = halma.collectives(world=None, backend="cpu")
+    with pytest.raises(CollectiveError, match="needs an arena"):
+        group.communicator(arena)
+    group.communicator(group.arena(plan_channels(largest=64))).barrier()
+
+
+def test_a_session_takes_what_stands_for_an_arena(halma_rank_pools: RankPools) -> None:
+    for found in halma_rank_pools[3].run(programs.session_without_an_arena):
+        assert found["replayed"] == [13.0, 13.0]
+        assert "ranks do not agree on what to capture" in found["differs"]
+
+
+@pytest.mark.invariant("C7")
+def test_a_call_that_an_interrupt_left_is_a_fault_and_not_an_answer_to_the_next(halma_rank_pools: RankPools) -> None:
+    first, second = halma_rank_pools[2].run(programs.interrupted, "waiting")
+    assert first["left"] and first["fault"].startswith("LEFT") and "an exception on rank 0" in first["fault"]
+    assert second["fault"].startswith("TIMEOUT") and "rank 0" in second["fault"]
+    assert first["after"] == second["after"] == 21.0
+
+
+@pytest.mark.invariant("C7", control=True)
+def test_without_an_interrupt_the_next_call_is_right(halma_rank_pools: RankPools) -> None:
+    for found in halma_rank_pools[2].run(programs.interrupted, "never"):
+        assert (found["left"], found["fault"], found["next"], found["after"]) == (False, "", 21.0, 21.0)
+
+
+@pytest.mark.invariant("C6")
+def test_checked_mode_compares_calls_of_the_vendor_too(halma_rank_pools: RankPools) -> None:
+    for said in halma_rank_pools[2].run(programs.vendor_calls_that_differ):
+        assert "of float64, by vendor" in said and "of int64, by vendor" in said
 
 
 def test_the_op_can_be_traced_and_captured(halma_rank_pools: RankPools) -> None:
