@@ -136,7 +136,7 @@ class Group:
 
     def communicator(self, arena: Arena | NoArena, channel: str = "main", **options: Any) -> Communicator:
         """The collectives of one channel of ``arena``."""
-        if not isinstance(arena, (Arena, NoArena)):
+        if not isinstance(arena, (Arena, NoArena)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise CollectiveError(
                 "a communicator needs an arena",
                 found=repr(arena),
