@@ -270,11 +270,12 @@ def plan_channels(
         whole("bytes_per_token", bytes_per_token, even=True)
     if atomicity is not None and not isinstance(atomicity, Unknown):
         whole("atomicity", atomicity)
-    if isinstance(channels, str) or not channels or len(set(channels)) != len(channels) or not all(channels):
+    named = not isinstance(channels, str) and all(isinstance(one, str) and one for one in channels)
+    if not named or not channels or len(set(channels)) != len(channels):
         raise ArenaError(
             "channels need names",
             asked=f"channels={channels!r}",
-            found="none, one that is empty, or one twice",
+            found="none, one that is empty or no text, or one twice",
             do='channels=("main",)',
         )
     if lanes is not None and lanes not in LANES:

@@ -357,6 +357,7 @@ def test_offsets_of_a_rank_depend_on_no_message_and_a_fingerprint_on_every_one()
         ({"largest": 4096, "channels": ()}, "channels need names"),
         ({"largest": 4096, "channels": ("a", "a")}, "channels need names"),
         ({"largest": 4096, "channels": "main"}, "channels need names"),
+        ({"largest": 4096, "channels": (1,)}, "channels need names"),
         ({"largest": 4096, "lanes": "pull"}, "no lanes called 'pull'"),
     ],
 )
