@@ -75,14 +75,24 @@ def torchfree(session: nox.Session) -> None:
 @nox.session(name="compile", python=_interpreter("3.11"))
 def compile_kernels(session: nox.Session) -> None:
     """The row ``compile``: no torch, no driver; NVRTC needs neither."""
+    _compile(session, "compile", "not nightly")
+
+
+@nox.session(name="compile-nightly", python=_interpreter("3.11"))
+def compile_more_kernels(session: nox.Session) -> None:
+    """The row ``compile-nightly``: the world sizes and spellings that a pull request leaves out."""
+    _compile(session, "compile-nightly", "nightly or sentinel")
+
+
+def _compile(session: nox.Session, row: str, markers: str) -> None:
     reports, extra, _ = _reports(session)
     with open("pyproject.toml", "rb") as file:
         cuda = tomllib.load(file)["project"]["optional-dependencies"]["cuda"]
     session.install("-c", _pins(session), *LIGHT, *TOOLS, "pytest-xdist", *cuda)
     session.install("--no-deps", "--no-build-isolation", "-e", ".")
     session.run(
-        *("python", "-m", "pytest", "tests/compile", "tests/test_sentinel.py", "-n", "2"),
-        *("--halma-row", "compile", "--halma-report", str(reports / "compile.json")),
+        *("python", "-m", "pytest", "tests/compile", "tests/test_sentinel.py", "-n", "2", "-m", markers),
+        *("--halma-row", row, "--halma-report", str(reports / f"{row}.json")),
         *extra,
     )
 

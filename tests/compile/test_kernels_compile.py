@@ -16,8 +16,13 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra halma
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a", "sm_100")
 WITH_DEPENDENT_LAUNCH = ("sm_90", "sm_90a", "sm_100")
-EVERY = [(arch, 2) for arch in ARCHITECTURES] + [("sm_90", size) for size in WORLD_SIZES[1:]]
-"""All architectures at two ranks, all world sizes on one: the code of a size does not depend on the architecture."""
+MORE = [("sm_90a", 2), *(("sm_90", size) for size in WORLD_SIZES[1:])]
+EVERY = [
+    *((arch, 2) for arch in ARCHITECTURES if arch != "sm_90a"),
+    *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in MORE),
+]
+"""All architectures at two ranks, all world sizes on one: the code of a size does not depend on the architecture. What
+a pull request compiles is every source for every generation; the rest is the nightly row's."""
 
 
 def cuda(arch: str, *, atomicity: int = 16) -> Target:

@@ -116,19 +116,26 @@ def test_what_is_not_known_of_musa_is_listed() -> None:
     assert not any(f"HALMA_ORDER_{use}" in staged for use in unknown)
 
 
-@pytest.mark.invariant("C17")
-@pytest.mark.parametrize("unit", UNITS)
-def test_every_kernel_waits_before_anything(unit: str) -> None:
-    """Each entry's body calls a function that begins with start() or grid_wait()."""
-    text = code(source(unit, 2, CUDA_TARGET).text)
+def all_wait(text: str) -> bool:
+    """Whether each entry's body calls a function that begins with start() or grid_wait()."""
     waits = set(re.findall(r"DEVICE \w+ (\w+)\([^)]*\) \{[^}]*?(?:start\(|enter\(|grid_wait\()", text))
-    assert waits or unit == "move"
     bodies = re.findall(r"KERNEL \w+(?:##\w+)?\([^)]*\) \{(.*?)\n?\}", text, re.DOTALL)
     assert bodies
-    for body in bodies:
-        assert any(call in body for call in ("start(", "enter(", "grid_wait(")) or any(
-            f"{name}<" in body or f"{name}(" in body for name in waits
-        )
+    calls = [*("start(", "enter(", "grid_wait("), *(f"{name}{end}" for name in waits for end in "<(")]
+    return all(any(call in body for call in calls) for body in bodies)
+
+
+@pytest.mark.invariant("C17")
+@pytest.mark.parametrize("unit,wait", [("norm_alone", "grid_wait("), ("move", "start("), ("staged", "enter(")])
+def test_a_kernel_that_does_not_wait_is_found(unit: str, wait: str) -> None:
+    text = code(source(unit, 2, CUDA_TARGET).text)
+    assert wait in text and not all_wait(text.replace(wait, "go_on("))
+
+
+@pytest.mark.invariant("C17", control=True)
+@pytest.mark.parametrize("unit", UNITS)
+def test_every_kernel_waits_before_anything(unit: str) -> None:
+    assert all_wait(code(source(unit, 2, CUDA_TARGET).text))
 
 
 def test_the_sites_fields_are_those_of_the_header() -> None:
