@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from halma.hal.arena.channels import Lanes, place
 from halma.hal.arena.layout import ChannelLayout
@@ -270,7 +270,8 @@ def plan_channels(
         whole("bytes_per_token", bytes_per_token, even=True)
     if atomicity is not None and not isinstance(atomicity, Unknown):
         whole("atomicity", atomicity)
-    named = not isinstance(channels, str) and all(isinstance(one, str) and one for one in channels)
+    given: Sequence[Any] = channels
+    named = not isinstance(channels, str) and all(isinstance(one, str) and one for one in given)
     if not named or not channels or len(set(channels)) != len(channels):
         raise ArenaError(
             "channels need names",
