@@ -182,6 +182,7 @@ class CudaGraphs:
             undo.callback(close_capture)
             queue = undo.enter_context(self._device.standing_in(home))
             try:
+                segment.pool.hold()
                 segment.graph.capture_begin(pool=segment.pool.id, capture_error_mode=_MODE)
             except RuntimeError as error:
                 _condemn(segment)

@@ -230,6 +230,22 @@ def test_a_session_whose_ops_allocate_does_not_grow_after_priming(backend: Backe
     session.close()
 
 
+def test_pinned_memory_taken_amid_a_capture_does_not_end_the_pools_life(backend: Backend) -> None:
+    """Torch's allocator of pinned memory keeps such a pool, but counts only graphs as its users."""
+    x, kept = numbers(backend, 4), list[torch.Tensor]()
+
+    def program(ws: Workspace) -> torch.Tensor:
+        kept.append(torch.empty(64, pin_memory=True))
+        return plain(x)(ws)
+
+    workspace = planned(backend, plain(x))
+    for _ in range(3):
+        graph = captured(backend, program, workspace)
+        assert graph.replay().tolist() == [1.0, 2.0, 3.0, 4.0]
+        graph.reset()
+        del graph
+
+
 def test_random_numbers_go_on_from_replay_to_replay(backend: Backend) -> None:
     x = torch.zeros(1000, device=backend.device.torch_device)
     graph = captured(backend, lambda _: x.uniform_(), empty(backend))

@@ -23,7 +23,7 @@ from halma.hal.collectives.group import Group
 from halma.hal.errors import HalmaError
 from halma.hal.graph.breakable import BreakableGraph
 from halma.hal.registry import default_registry
-from halma.hal.testing.conformance.capturing import captured
+from halma.hal.testing.conformance.capturing import captured, empty
 from halma.hal.workspace import Workspace
 
 LARGEST: Final = 1 << 18
@@ -48,8 +48,9 @@ class Setup:
         return self.backend.device.torch_device
 
     def capture(self, program: Callable[[Workspace], Any], workspace: Workspace | None = None) -> BreakableGraph:
-        """The program's graph, outside of a session."""
-        return captured(self.backend, program, workspace)
+        """The program's graph, outside of a session. Without a workspace it takes nothing from one, and is not dry-run:
+        some backends dry-run by running, which makes calls that a test would have to count."""
+        return captured(self.backend, program, workspace or empty(self.backend))
 
     def done(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host, once the device is done."""
