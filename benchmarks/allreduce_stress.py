@@ -116,6 +116,7 @@ class Stress:
             [torch.zeros(2, LARGEST, dtype=torch.uint8, device=where) for _ in range(CALLS_A_GRAPH)] for _ in ranks.here
         ]
         self.made = 0
+        device.device.synchronize()  # the zeros are written on another stream than the calls
 
     def step(self, *, broadcast: bool = False) -> Step:
         rng, size = self.rng, self.ranks.size

@@ -12,7 +12,7 @@ from halma.hal.capabilities import UNKNOWN
 from halma.hal.errors import CapabilityError, CollectiveError
 from halma.hal.graph.breakable import BreakableGraph, Outcome
 from halma.hal.graph.scope import GraphCaptureScope
-from halma.hal.workspace import Workspace
+from halma.hal.testing.conformance.capturing import empty
 
 WHY = "not installed: cuda-bindings"
 
@@ -26,7 +26,7 @@ def bare(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
 
 def test_steps_run_eagerly_and_the_scope_says_why(bare: CudaBackend) -> None:
     x, graph = torch.ones(4, device=bare.device.torch_device), BreakableGraph(bare)
-    with GraphCaptureScope(graph, Workspace(x.device)) as scope:
+    with GraphCaptureScope(graph, empty(bare)) as scope:
         graph.set_outputs(x + 1.0)
     assert graph.outcome is Outcome.INERT and graph.outputs().tolist() == [2.0] * 4 and scope.why_inert == WHY
 
