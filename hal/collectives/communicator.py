@@ -17,9 +17,19 @@ from halma.hal.backend import Backend, Stream
 from halma.hal.collectives import vendor
 from halma.hal.collectives.choice import Table
 from halma.hal.collectives.comparing import Comparing
-from halma.hal.collectives.contract import Call, ChannelDriver, Choice, FlightEntry, Kind, Operands, Refusal
+from halma.hal.collectives.contract import (
+    Call,
+    ChannelDriver,
+    Choice,
+    FlightEntry,
+    Kind,
+    Operands,
+    Refusal,
+    StreamMix,
+)
 from halma.hal.collectives.deciding import Deciding
 from halma.hal.collectives.faults import Faults
+from halma.hal.collectives.mix_operands import stream_call, stream_operands
 from halma.hal.collectives.opening import open_channel
 from halma.hal.collectives.operands import call_of, check_apart, check_like, check_root, check_tensor, norm_operands
 from halma.hal.collectives.ranks import AnsweringRanks
@@ -148,6 +158,31 @@ class Communicator:
         return out
 
     @_noted
+    def all_reduce_streams(
+        self, x: torch.Tensor, mix: StreamMix, weight: torch.Tensor, *, eps: float = 1e-6, out: torch.Tensor
+    ) -> torch.Tensor:
+        """The end of one sublayer and the beginning of the next, in a model with four residual streams (mHC).
+
+        The sum of every rank's ``x`` [M, D] goes back into ``mix.streams``, in place; ``out`` [M, D] becomes the RMS
+        norm of the next sublayer's mix of them, and ``mix.mixes`` what that one needs for its own way back. As
+        ``all_reduce``, ``hc_post``, ``hc_pre`` and ``rms_norm`` of :mod:`halma.ops` one after the other, but for fp32
+        rounding (docs/collectives.md). ``weight`` [D] has x's dtype or float32. Returns ``out``.
+
+        Nobody else does it where no channel can: ask :meth:`why_not_streams` first.
+
+        Raises:
+            As :meth:`all_reduce`; no channel can do it.
+        """
+        operands, detail = stream_operands(x, mix, weight, eps, out, self._backend.device.torch_device)
+        self._make(stream_call(x.shape[0], x.shape[1], x.dtype, detail, self._where()), operands)
+        return out
+
+    def why_not_streams(self, rows: int, row_length: int, dtype: torch.dtype) -> str | None:
+        """Why :meth:`all_reduce_streams` cannot be called for [rows, row_length], or None; pure, as :meth:`choice`."""
+        choice = self._deciding.choice(stream_call(rows, row_length, dtype))
+        return choice.why if isinstance(choice, Refusal) else None
+
+    @_noted
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         """Every rank's ``x`` [any shape] into ``out`` [ranks, ...], by rank; any dtype. Returns ``out``.
 
@@ -190,6 +225,13 @@ class Communicator:
         self._refuse_closed(call.describe)
         call = self._calls.get(call) or self._first(call)
         choice = self._deciding.choice(call)
+        if isinstance(choice, Refusal) and call.kind is Kind.ALL_REDUCE_STREAMS:
+            raise CollectiveError(
+                "no channel can do this call as a whole, and the vendor has none like it",
+                asked=call.describe(),
+                found=choice.why,
+                do="ask why_not_streams() first, and make it of all_reduce and the ops where there is a reason",
+            )
         capturing = self._backend.graphs.is_capturing()
         eager = not capturing and current_recorder() is None  # a dry run is neither: its work is thrown away
         if eager and self._driver is not None:

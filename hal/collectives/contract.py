@@ -203,8 +203,8 @@ class Operands:
             may be float32.
         eps: of a fused norm.
         scale_out: float32 [rows, columns / 128] where ``norm_out`` is fp8 with a scale a group of 128.
-        mix: of an all-reduce into streams, beside ``weight``, ``norm_out`` and ``eps``; ``out`` are the new streams, and
-            may be the old ones.
+        mix: of an all-reduce into streams, beside ``weight``, ``norm_out`` and ``eps``; ``out`` are the new streams,
+            and may be the old ones.
     """
 
     source: torch.Tensor

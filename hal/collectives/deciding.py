@@ -65,7 +65,7 @@ class Deciding:
         Raises:
             CollectiveError: only the vendor can, and strict mode forbids it.
         """
-        key = (call.kind, call.nbytes, call.dtype, call.root, call.detail)
+        key = (call.kind, call.nbytes, call.dtype, call.root, call.row_length or call.detail)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._choices[key] = self._decide(call)

@@ -130,7 +130,9 @@ class V4Runner:
         frequencies = rope_frequencies(config, dtype=carrier, device=device)
         side = backend.device.new_stream("side")
         ops = self._ops(self.workspace)
-        self.model = V4Model(config, weights, state, ops, self.workspace, side, frequencies, carrier, ranks, tap)
+        self.model = V4Model(
+            config, weights, state, ops, self.workspace, side, frequencies, carrier, ranks, tap, options.arithmetic
+        )
         self.inputs = V4Inputs(backend, options.max_requests, options.max_requests * options.chunk)
         self.session = CaptureSession(
             backend,
