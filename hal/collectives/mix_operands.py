@@ -71,7 +71,8 @@ def stream_operands(
 
 
 def _check_numbers(mix: StreamMix) -> float:
-    hc_eps, rounds = mix.hc_eps, mix.iterations
+    given: tuple[Any, Any] = mix.hc_eps, mix.iterations
+    hc_eps, rounds = given
     good = isinstance(hc_eps, float) and isfinite(hc_eps) and hc_eps > 0  # it divides
     if not good or isinstance(rounds, bool) or not isinstance(rounds, int) or not 1 <= rounds <= MOST_ITERATIONS:
         raise CollectiveError(
