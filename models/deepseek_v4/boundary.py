@@ -46,11 +46,16 @@ class Boundary(Protocol):
 
 def boundary(model: V4Model, streams: torch.Tensor) -> Boundary:
     """The boundaries of a step over ``streams`` [M, n, D], which they write to; they take memory for all of it."""
-    rows, count, width = streams.shape
-    mixer = None
-    if model.arithmetic == "shipping" and count == STREAMS:
-        mixer = model.ranks.mixer(rows, width, streams.dtype)
+    mixer = mixer_of(model, streams.shape[0])
     return InParts(model, streams) if mixer is None else AsAWhole(model, streams, mixer)
+
+
+def mixer_of(model: V4Model, rows: int) -> Mixer | None:
+    """What makes the boundaries of a step of ``rows`` rows as a whole; None where they go in parts."""
+    config = model.config
+    if model.arithmetic != "shipping" or config.hc_mult != STREAMS:
+        return None
+    return model.ranks.mixer(rows, config.hidden_size, model.carrier)
 
 
 class InParts:
