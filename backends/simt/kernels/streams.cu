@@ -61,6 +61,8 @@ struct Shared {
   float sum[WARPS * URGENT_SLOTS];
 };
 
+// A division proper would be some thirty instructions more, on the way of every call.
+DEVICE float mean(float sum, u32 count) { return multiply(sum, reciprocal(static_cast<float>(count))); }
 DEVICE float sigmoid(float value) { return reciprocal(add(1.0f, exponential(-value))); }
 
 // ------------------------------------------------------------------------------------------- post and comb
@@ -356,7 +358,7 @@ DEVICE void hand_on(const Args& a, const Turn& t, const Mixing& m, bool alive) {
     squares = add(squares, shuffle_xor(squares, SPAN));
     squares = add(squares, shuffle_xor(squares, 2u * SPAN));
     squares = add(squares, shuffle_xor(squares, 4u * SPAN));
-    float inverse = reciprocal_root(add(divide(squares, 4.0f * static_cast<float>(m.width)), m.rms_eps));
+    float inverse = reciprocal_root(add(mean(squares, STREAMS * m.width), m.rms_eps));
     if (mix && lane % SPAN == 0u) m.mixes[row * HANDED + 4u * four + lane / SPAN - 4u] = multiply(total, inverse);
   }
 }
@@ -365,7 +367,7 @@ DEVICE void hand_on(const Args& a, const Turn& t, const Mixing& m, bool alive) {
 DEVICE float weigh(const Mixing& m, const float* sum, const float* base, float scale, float* pre) {
   const float* g = sum + STREAMS;
   float trace = add(add(g[0], g[4]), add(g[7], g[9]));
-  float inverse = reciprocal_root(add(divide(trace, 4.0f * static_cast<float>(m.width)), m.rms_eps));
+  float inverse = reciprocal_root(add(mean(trace, STREAMS * m.width), m.rms_eps));
 #pragma unroll
   for (u32 i = 0; i < STREAMS; ++i) pre[i] = add(sigmoid(multiply_add(multiply(sum[i], inverse), scale, base[i])), m.hc_eps);
   float square = 0.0f;
@@ -378,7 +380,7 @@ DEVICE float weigh(const Mixing& m, const float* sum, const float* base, float s
     square = multiply_add(pre[i], multiply_add(pre[i], g[own], add(line, line)), square);
   }
   if (square < 0.0f) square = 0.0f;  // of rounding, where the streams all but cancel; a NaN stays
-  return reciprocal_root(add(divide(square, static_cast<float>(m.width)), m.rms_eps));
+  return reciprocal_root(add(mean(square, m.width), m.rms_eps));
 }
 
 // -------------------------------------------------------------------------------------------------- the kernel

@@ -23,15 +23,16 @@ ROWS = 16
 
 
 class AsAWholeByOps(OneRank):
-    """One rank that sums and mixes in one call, made of the ops."""
+    """One rank that sums and mixes up to ``most`` rows in one call, made of the ops."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = ROWS) -> None:
+        self.most = most
         self.asked: list[tuple[int, int, torch.dtype]] = []
         self.calls = 0
 
     def mixer(self, rows: int, width: int, carrier: torch.dtype) -> Any:
         self.asked.append((rows, width, carrier))
-        return self.mixed
+        return self.mixed if rows <= self.most else None
 
     def mixed(
         self, x: torch.Tensor, mix: StreamMix, weight: torch.Tensor, *, eps: float, out: torch.Tensor
@@ -88,3 +89,25 @@ def test_another_number_of_streams_goes_in_parts(runner: V4Runner) -> None:
     assert isinstance(boundary(four, torch.zeros(2, 4, width)), AsAWhole)
     assert isinstance(boundary(three, torch.zeros(2, 3, width)), InParts)
     assert whole.asked == [(2, width, torch.float32)]
+
+
+@pytest.mark.invariant("W1")
+def test_a_sealed_workspace_has_room_for_either_way() -> None:
+    """Few rows go as a whole, many in parts: the largest step of all is no plan for the smaller ones."""
+    whole = AsAWholeByOps(most=2)
+    options = RunnerOptions(max_requests=3, batches=(1, 2, 3), chunk=8, max_context=64, graph=False)
+    runner = V4Runner(*small_model("exact"), halma.backend("cpu"), options, ranks=whole)
+    runner.model = replace(runner.model, arithmetic="shipping")
+    runner.prepare([Descriptor("decode", n, 1, runner.capacities[0], "greedy") for n in (1, 2, 3)])
+    planned = whole.calls
+    occupy(runner, 3)
+    made = []
+    for requests in (3, 2, 1):
+        before = whole.calls
+        runner.inputs.fill(range(1, requests + 1), [1] * requests)
+        chosen, _ = runner.step(Descriptor("decode", requests, 1, runner.capacities[0], "greedy"))
+        assert chosen.shape == (requests,)
+        made.append(whole.calls - before)
+    runner.close()
+    each = 2 * runner.config.num_hidden_layers - 1
+    assert planned > 0 and made == [0, each, each]
