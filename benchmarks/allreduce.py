@@ -26,12 +26,14 @@ import torch
 from benchmarks.allreduce_peers import peers
 from benchmarks.ranks import Rank, Ranks, backend, process_ranks, start, virtual_ranks
 from benchmarks.virtual_ranks import SECOND, lay_out
-from halma.hal.collectives.contract import Algorithm, Call, Choice, Kind, Operands, Wire
+from halma.hal.collectives.contract import Algorithm, Call, Choice, Kind, Operands, StreamMix, Wire
 
 HIDDEN = 4096
 EPS = 1e-6
 SIZES = tuple(kib << 10 for kib in (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384))
 FUSED_SIZES = SIZES[:8]
+MIXED_SIZES = SIZES[:4]
+"""1, 2, 4 and 8 rows: more are not mixed in one call."""
 WORDS = Choice(Algorithm.ONE_SHOT, Wire.WORDS)
 SENTINEL = Choice(Algorithm.ONE_SHOT, Wire.SENTINEL)
 TWO_SHOT = Choice(Algorithm.TWO_SHOT, Wire.CHUNKS)
@@ -123,6 +125,35 @@ def ours_fused(ranks: Ranks, nbytes: int, choice: Choice) -> Callable[[int], Non
     return program
 
 
+def ours_mixed(ranks: Ranks, nbytes: int, choice: Choice) -> Callable[[int], None]:
+    """One sublayer boundary (mHC-post, pre, norm) of ours, in place on the streams. With fn and base zero, scales zero
+    and a sum of zero it leaves streams of one as they are, call after call, and the norm is one."""
+    rows = nbytes // (2 * HIDDEN)
+
+    def filled(value: float, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, device="cuda")
+
+    def halves(value: float, *shape: int) -> list[torch.Tensor]:
+        return [filled(value, *shape).bfloat16() for _ in ranks.here]
+
+    sources, streams, norms = halves(0, rows, HIDDEN), halves(1, rows, 4, HIDDEN), halves(float("nan"), rows, HIDDEN)
+    mixes = [filled(0, rows, 20) for _ in ranks.here]
+    base, scale, fn, weight = filled(0, 24), filled(0, 3), filled(0, 24, 4 * HIDDEN), filled(1, HIDDEN)
+    call = Call(Kind.ALL_REDUCE_STREAMS, nbytes, "bfloat16", detail=f"row {HIDDEN} eps {EPS}", row_length=HIDDEN)
+
+    def program(at: int) -> None:
+        mix = StreamMix(streams[at], mixes[at], base, scale, fn, base, scale, EPS, 20)
+        tensors = Operands(
+            sources[at], streams[at], weight=weight, norm_out=norms[at], eps=EPS, row_length=HIDDEN, mix=mix
+        )
+        ranks.here[at].launch(call, choice, tensors)
+
+    _check(ranks, program, norms, 1.0)
+    if not all(bool((one == 1.0).all()) for one in streams):
+        raise SystemExit("wrong result: the streams changed")
+    return program
+
+
 def _check(ranks: Ranks, program: Callable[[int], None], outs: Sequence[torch.Tensor], value: float) -> None:
     for out in outs:
         out.fill_(float("nan"))
@@ -165,6 +196,8 @@ def our_rows(ranks: Ranks, plain: Ranks, rounds: int, calls: int) -> dict[str, d
     row("delays alone", ranks, SIZES[:1], lambda on, n: _delays(on))
     row("ours, fused", ranks, FUSED_SIZES, fused)
     row("ours, fused, no dependent launch", plain, FUSED_SIZES, fused)
+    row("ours, with mHC-post, pre and norm", ranks, MIXED_SIZES, lambda on, n: ours_mixed(on, n, SENTINEL))
+    row("ours, with mHC, no dependent launch", plain, MIXED_SIZES, lambda on, n: ours_mixed(on, n, SENTINEL))
     return rows
 
 

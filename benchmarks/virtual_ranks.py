@@ -25,6 +25,7 @@ from halma.hal.collectives.contract import (
     Operands,
 )
 from halma.hal.collectives.control import CONTROL_BYTES
+from halma.hal.collectives.mixing import PART_BYTES
 
 SECOND = 10**9
 SENTINEL_FILL = 0xFF
@@ -67,6 +68,7 @@ def lay_out(size: int, largest: int, *, sentinel: int | None = None) -> ChannelL
         staging=lane(2, 1, largest),
         stage_sum=lane(2, 1, shard),
         stage_flags=words(2, 4 * MAX_BLOCKS),
+        parts=lane(1, 1, PART_BYTES),
     )
     guards.append(end)
     return replace(layout, guards=tuple(guards), end=end + GUARD_BYTES)

@@ -68,6 +68,8 @@ class Capabilities:
     """A kernel may be launched before the one before it has ended, and wait for it itself."""
     resident_threads: int | Unknown = UNKNOWN
     """Threads that the device holds at once: spinning grids that may run together must fit (C16)."""
+    stream_mixing: bool | Unknown = UNKNOWN
+    """A channel's all-reduce can end in mixed residual streams (:mod:`halma.hal.collectives.mixing`)."""
     ipc: bool | Unknown = UNKNOWN
     """Device memory can be opened by another process of this machine."""
     fp8_e4m3fn: bool | Unknown = UNKNOWN

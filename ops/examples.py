@@ -171,6 +171,23 @@ def _hc_pre() -> list[OpExample]:
     return [example("hc_pre", "four streams, 20 iterations", build, by_row=(0,))]
 
 
+@examples("hc_read")
+def _hc_read() -> list[OpExample]:
+    def build(draw: Draw, rows: int) -> Arguments:
+        fn, base, scale = draw.normal(24, 96, scale=0.1), draw.normal(24), draw.normal(3)
+        return draw.normal(rows, 4, 24), fn, base, scale, 1e-6, 1e-6
+
+    return [example("hc_read", "four streams", build, by_row=(0,))]
+
+
+@examples("hc_gates")
+def _hc_gates() -> list[OpExample]:
+    def build(draw: Draw, rows: int) -> Arguments:
+        return draw.normal(rows, 20), draw.normal(24), draw.normal(3), 1e-6, 20
+
+    return [example("hc_gates", "four streams, 20 iterations", build, by_row=(0,))]
+
+
 @examples("hc_post")
 def _hc_post() -> list[OpExample]:
     def build(draw: Draw, rows: int) -> Arguments:

@@ -5,6 +5,8 @@ fn, base and scale are stored as the checkpoint has them: rows ``pre`` (n), ``po
 
 from __future__ import annotations
 
+from math import isqrt
+
 import torch
 
 from halma.hal.dispatch import Spec, like, op
@@ -42,6 +44,30 @@ def _pre_outputs(
     _check_mixing(streams, 2 * count + count * count, fn, base, 3)
     dtype = accumulator(streams.dtype)
     return Spec((rows, width), streams.dtype), Spec((rows, count), dtype), Spec((rows, count, count), dtype)
+
+
+def _read_outputs(
+    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, *_: object, **__: object
+) -> tuple[Spec, ...]:
+    rows, count, width = streams.shape
+    _check_mixing(streams, 2 * count + count * count, fn, base, 3)
+    return Spec((rows, width), streams.dtype), Spec((rows, count + count * count), accumulator(streams.dtype))
+
+
+def _gate_outputs(
+    mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, hc_eps: float, iterations: int
+) -> tuple[Spec, ...]:
+    rows, numbers = mixes.shape
+    count = isqrt(numbers)  # the root of n + n*n, rounded down
+    if iterations < 1:
+        raise DispatchError("hc_gates cannot do 0 iterations", asked=f"iterations={iterations}", do="ask for 1 or more")
+    if count * (count + 1) != numbers or (base.dtype, *base.shape) != (mixes.dtype, numbers + count):
+        raise DispatchError(
+            "the mixes do not fit their weights",
+            asked="mixes [M, n + n*n], base [2n + n*n] of the same dtype",
+            found=f"mixes {mixes.dtype} {list(mixes.shape)}, base {base.dtype} {list(base.shape)}",
+        )
+    return Spec((rows, count), mixes.dtype), Spec((rows, count, count), mixes.dtype)
 
 
 def _head_output(streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, *_: object, **__: object) -> Spec:
@@ -98,6 +124,51 @@ def hc_pre(
     gates.sigmoid_()
     torch.mul(gates[:, count:], 2.0, out=post)
     _weighted_sum(pre.add_(hc_eps), wide, x, ws)
+    _sinkhorn(logits, hc_eps, iterations, comb, ws)
+
+
+@op("hc_read", out=_read_outputs)
+def hc_read(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor],
+    ws: Workspace,
+) -> None:
+    """The first half of ``hc_pre``: x [M, D], and the mixes [M, n + n*n] that ``hc_gates`` makes post and comb of."""
+    x, raw = out
+    rows, count, _ = streams.shape
+    wide = widened(streams, ws)
+    mixes = _mixes(wide, fn, rms_eps, ws)
+    raw.copy_(mixes[:, count:])
+    pre = _uncoalesced(rows, count, wide.dtype, ws)
+    torch.addcmul(base[:count], mixes[:, :count], scale[0:1], out=pre)
+    _weighted_sum(pre.sigmoid_().add_(hc_eps), wide, x, ws)
+
+
+@op("hc_gates", out=_gate_outputs)
+def hc_gates(
+    mixes: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    hc_eps: float,
+    iterations: int,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor],
+    ws: Workspace,
+) -> None:
+    """The second half of ``hc_pre``: raw mixes [M, n + n*n] -> post [M, n], comb [M, n, n]."""
+    post, comb = out
+    rows, count = post.shape
+    gates = _uncoalesced(rows, count, mixes.dtype, ws)
+    logits = ws.take((rows, count, count), mixes.dtype)
+    torch.addcmul(base[count : 2 * count], mixes[:, :count], scale[1:2], out=gates)
+    torch.addcmul(base[2 * count :], mixes[:, count:], scale[2:3], out=logits.view(rows, -1))
+    torch.mul(gates.sigmoid_(), 2.0, out=post)
     _sinkhorn(logits, hc_eps, iterations, comb, ws)
 
 

@@ -48,6 +48,7 @@ class CpuBackend:
             thread_local_capture=False,  # another thread's work is refused while a capture is open
             pool_freed_by_reset=True,
             remote_store_atomicity=store_atomicity(),
+            stream_mixing=False,
             dependent_launch=False,
             ipc=self.memory.not_exportable() is None,
             fp8_e4m3fn=_has_fp8_e4m3fn(),

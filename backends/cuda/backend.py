@@ -57,6 +57,7 @@ class CudaBackend:
             pool_freed_by_reset=False,  # the pool is the workspace's, and lives as long as it does
             warp_width=properties.warp_size,
             remote_store_atomicity=UNKNOWN if missing else ask("remote_store_atomicity", trials.remote_store_atomicity),
+            stream_mixing=missing is None,
             dependent_launch=missing is None and (properties.major, properties.minor) >= DEPENDENT_FROM,
             resident_threads=properties.multi_processor_count * properties.max_threads_per_multi_processor,
             ipc=False if missing else ask("ipc", trials.ipc),

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from halma.backends.simt import mixed
 from halma.backends.simt.geometry import MOST_THREADS, Geometry, geometry, most_blocks, norm_threads, room
 from halma.backends.simt.sources import DTYPES, SITE_FIELDS, UNITS, Target, source
 from halma.hal.arena.layout import MAX_BLOCKS, Lane
 from halma.hal.backend import Backend, Stream
 from halma.hal.collectives import control
+from halma.hal.collectives.choice import MIXING_WAY, name_of
 from halma.hal.collectives.contract import (
     FLIGHT_BYTES,
     Algorithm,
@@ -26,6 +28,7 @@ from halma.hal.collectives.contract import (
     Operands,
     Wire,
 )
+from halma.hal.collectives.mixing import PART_BYTES
 from halma.hal.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -123,6 +126,8 @@ class SimtChannel:
         layout = self.site.layout
         if unit == "staged":
             return layout.staging is not None
+        if unit == "streams":
+            return layout.parts is not None and layout.sentinel is not None
         return unit == "norm_alone" or layout.words is not None or layout.scatter is not None
 
     @property
@@ -145,7 +150,17 @@ class SimtChannel:
             self._launch_norm(plan, operands, source_at, out_at, stream)
             return
         arguments = (*self._prefix, plan.tag, call.nbytes, source_at, out_at, plan.lane, plan.width)
+        if call.kind is Kind.ALL_REDUCE_STREAMS:
+            arguments = (*arguments, *self._mix_arguments(call, operands))
         self._launch(plan.kernel, plan.grid, plan.block, arguments, stream=stream, dependent=self._dependent)
+
+    def _mix_arguments(self, call: Call, operands: Operands) -> tuple[int, ...]:
+        addresses = mixed.addresses_of(call, operands)
+        if any(address & 15 for address in addresses):
+            raise _misaligned(call, *addresses)
+        assert self.site.layout.parts is not None  # _range_refusals looked
+        parts = self.site.own.address + self.site.layout.parts.offset
+        return (*addresses, parts, *mixed.numbers_of(call, operands))
 
     def _launch_norm(self, plan: _Plan, operands: Operands, source_at: int, out_at: int, stream: Stream) -> None:
         residual, weight, norm_out = operands.residual, operands.weight, operands.norm_out
@@ -183,6 +198,7 @@ class SimtChannel:
         site, size = self.site, self.site.size
         way = _STEMS.get((choice.algorithm, choice.wire))
         reduces = call.kind in (Kind.ALL_REDUCE, Kind.ALL_REDUCE_NORM)
+        mixes = call.kind is Kind.ALL_REDUCE_STREAMS
         found = [] if way else [f"{choice.algorithm.name} over {choice.wire.name} is no algorithm"]
         if reduces and call.dtype not in DTYPES:
             found.append(f"dtype {call.dtype}; sums are made of {', '.join(DTYPES)}")
@@ -191,6 +207,8 @@ class SimtChannel:
         row_units = row_length * itemsize // 16 if call.kind is Kind.ALL_REDUCE_NORM else 0
         if call.kind is Kind.ALL_REDUCE_NORM:
             found += _row_refusals(call, row_length, itemsize)
+        if mixes:
+            found += mixed.refusals(call, size, self.resident_threads)
         found += self._range_refusals(call, choice, box)
         if found or way is None:
             raise CollectiveError(f"a channel cannot do {call.describe()}", found=found)
@@ -204,9 +222,11 @@ class SimtChannel:
             self.target.warp_width,
             row_units if fused else 0,
         )
-        if choice.threads > 1 and not fused:  # 1 is "not chosen"
+        if mixes:
+            place = mixed.mixed_geometry(call.row_length, size, self.resident_threads, self.target.warp_width)
+        elif choice.threads > 1 and not fused:  # 1 is "not chosen"
             place = Geometry(choice.blocks, choice.threads, place.pieces)
-        name = _kernel_name(call, way, fused, row_units, place)
+        name = mixed.kernel_name(call, place) if mixes else _kernel_name(call, way, fused, row_units, place)
         if name not in self._kernels:
             raise CollectiveError(f"a channel cannot do {call.describe()}", found=f"no kernel {name} for its layout")
         apart = choice.wire in (Wire.CHUNKS, Wire.FLAGS) and call.kind is not Kind.BARRIER
@@ -240,7 +260,11 @@ class SimtChannel:
             return []
         shard = 16 * -(-call.nbytes // (16 * self.site.size))
         lanes: list[tuple[str, Lane | None, int]]
-        if choice.wire is Wire.WORDS:
+        if call.kind is Kind.ALL_REDUCE_STREAMS:
+            if (choice.algorithm, choice.wire) != MIXING_WAY:
+                return [f"streams are mixed by {name_of(MIXING_WAY)} alone"]
+            lanes = [("sentinel", layout.sentinel, call.nbytes), ("parts", layout.parts, PART_BYTES)]
+        elif choice.wire is Wire.WORDS:
             lanes = [("words", layout.words, call.nbytes)]
         elif choice.wire is Wire.SENTINEL:
             lanes = [("sentinel", layout.sentinel, call.nbytes)]
@@ -293,7 +317,7 @@ class SimtChannel:
             "recorder": recorder.data_ptr() if entries else 0,
             "recorder_entries": entries,
         }
-        for name in ("words", "chunk_flags", "stage_flags", "scatter", "gather", "staging", "stage_sum"):
+        for name in ("words", "chunk_flags", "stage_flags", "scatter", "gather", "staging", "stage_sum", "parts"):
             lane: Lane | None = getattr(layout, name)
             values[name] = 0 if lane is None else lane.offset
             for field, value in (

@@ -39,6 +39,7 @@ _SENTINEL = f"{_STRESS}::test_sentinel"
 _CHUNKS = f"{_STRESS}::test_chunks"
 _STAGED = f"{_STRESS}::test_staged"
 _MIXED = f"{_STRESS}::test_mixed_grids"
+_STREAMS = "tests/gpu/collectives/test_streams.py::test_back_to_back_replays"
 _FAULTS = "tests/gpu/collectives/test_faults.py::test_a_rank_is_missing"
 _WRAP = "tests/gpu/collectives/test_interleaved.py::test_old_flags_are_scrubbed"
 _FLIGHT = "tests/gpu/collectives/test_faults.py::test_the_flight_recorder_names_the_straggler"
@@ -131,6 +132,20 @@ TABLE: Final = (
         "load16_relaxed",
         "behind FLAG_WAIT and the block's barrier; bypasses L1, where the call before last may have left the line",
         _STAGED,
+    ),
+    Order(
+        "PART_STORE",
+        "store8_relaxed",
+        "store8_relaxed",
+        "the flag is in the same 8 bytes as its value, in memory of this device alone",
+        _STREAMS,
+    ),
+    Order(
+        "PART_LOAD",
+        "load16_relaxed",
+        None,
+        "each 8-byte half carries its own flag; bypasses L1, or a poll would never end",
+        _STREAMS,
     ),
     Order(
         "HEADER_STORE",

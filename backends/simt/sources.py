@@ -12,11 +12,14 @@ from halma.backends.simt import memory_order
 from halma.hal.arena.layout import HEADER_BYTES
 from halma.hal.backend import KernelSource
 from halma.hal.capabilities import Capabilities, Unknown
-from halma.hal.collectives import control
+from halma.hal.collectives import control, mixing
 from halma.hal.collectives.contract import FLIGHT_BYTES, WORLD_SIZES
 from halma.hal.errors import KernelError
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
+MIXED_DTYPES: Final = ("bfloat16", "float16")
+ROW_COUNTS: Final = (1, 2, 4, 8)
+"""That the kernels of streams.cu are written for; a call takes the first that holds its rows."""
 HEADERS: Final = ("dialect.h", "channel.h", "numbers.h", "push.h", "chunks.h", "norm.h")
 SITE_FIELDS: Final = (
     "headers",
@@ -37,6 +40,7 @@ SITE_FIELDS: Final = (
     "stage_sum_stride",
     "recorder",
     "recorder_entries",
+    "parts",
 )
 """Names of ``SiteField`` in channel.h, in its order."""
 
@@ -69,6 +73,11 @@ UNITS: Final = {
         True,
     ),
     "norm": Unit("norm.cu", _by_dtype("norm_words", "norm_words_wide", "norm_sentinel", "norm_sentinel_wide"), True),
+    "streams": Unit(
+        "streams.cu",
+        tuple(f"streams_{rows}_{dtype}" for dtype in MIXED_DTYPES for rows in (*ROW_COUNTS, "wide")),
+        True,
+    ),
     "norm_alone": Unit("norm_alone.cu", _by_dtype("norm_alone", "norm_alone_wide"), False),
     "staged": Unit(
         "staged.cu",
@@ -144,6 +153,10 @@ def source(unit: str, size: int, target: Target, *, without: tuple[str, ...] = (
         "HALMA_HEADER_BYTES": f"{HEADER_BYTES}u",
         "HALMA_FLIGHT_BYTES": f"{FLIGHT_BYTES}u",
         "HALMA_SITE_FIELDS": str(len(SITE_FIELDS)),
+        "HALMA_PART_ROWS": f"{mixing.MOST_ROWS}u",
+        "HALMA_PART_SUMS": f"{mixing.SUMS}u",
+        "HALMA_PART_BLOCKS": f"{mixing.MOST_BLOCKS}u",
+        "HALMA_MIX_GROUPS": f"{mixing.MOST_GROUPS}u",
         **({} if target.clock_khz is None else {"HALMA_CLOCK_KHZ": f"{target.clock_khz}ull"}),
         **control.defines(),
         **memory_order.defines(target.dialect),

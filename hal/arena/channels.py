@@ -8,6 +8,7 @@ from typing import Final
 from halma.hal.arena.layout import HEADER_BYTES, MAX_BLOCKS, ChannelLayout, Lane
 from halma.hal.arena.sizes import Cursor, down, up
 from halma.hal.collectives.control import CONTROL_BYTES
+from halma.hal.collectives.mixing import PART_BYTES
 
 BUFFERS: Final = 2
 """By parity of the epoch; two are enough as long as every call exchanges headers (docs/protocol.md)."""
@@ -70,6 +71,7 @@ def _place(name: str, size: int, start: int, largest: int, lanes: Lanes, cap: in
         part = shard(largest, size)
         scatter, gather = (_lane(cursor, 1, size, part, part) for _ in range(PHASES))
         layout = replace(layout, scatter=scatter, gather=gather, chunk_flags=flags(cursor, size))
+        layout = replace(layout, parts=_lane(cursor, 1, 1, PART_BYTES, PART_BYTES))
     if lanes.staged:
         layout = replace(layout, stage_flags=flags(cursor, size))
         layout = staging(cursor, layout, up(largest), shard(largest, size))

@@ -59,6 +59,8 @@ class ChannelLayout:
         chunk_flags: u32 [2 phases][ranks][MAX_BLOCKS].
         staging: what peers pull: 2 buffers, this rank the only sender. ``stage_sum`` likewise for a two-shot's sums.
         stage_flags: u32 [2 phases][ranks][MAX_BLOCKS].
+        parts: what the blocks of one call on one rank tell each other (:mod:`halma.hal.collectives.mixing`); no peer
+            touches it, and one buffer is enough, since a call writes it only after the call before has ended.
         largest: largest message of the channel in bytes.
         end: first byte behind it.
     """
@@ -77,6 +79,7 @@ class ChannelLayout:
     staging: Lane | None = None
     stage_sum: Lane | None = None
     stage_flags: Lane | None = None
+    parts: Lane | None = None
     guards: tuple[int, ...] = ()
     """Offsets of the guard zones."""
 
@@ -95,6 +98,7 @@ class ChannelLayout:
                 "staging",
                 "stage_sum",
                 "stage_flags",
+                "parts",
             )
         }
         return {name: lane for name, lane in named.items() if lane is not None}

@@ -18,6 +18,7 @@ from zlib import crc32
 from halma.hal.arena.layout import MAX_BLOCKS, ChannelLayout
 from halma.hal.capabilities import Unknown
 from halma.hal.collectives.contract import WORLD_SIZES, Algorithm, Call, Choice, Kind, Refusal, Wire
+from halma.hal.collectives.mixing import why_not_mixed
 
 Way = tuple[Algorithm, Wire]
 
@@ -30,6 +31,7 @@ ORDER: Final[tuple[Way, ...]] = (
 )
 """By falling preference; a small message is fastest with its flags inside."""
 
+MIXING_WAY: Final[Way] = (Algorithm.ONE_SHOT, Wire.SENTINEL)
 WORDS_LARGEST: Final = 64 * 1024
 """Bytes. Half of the wire is flags; above, what may not travel with a sentinel takes another way."""
 SENTINEL_FROM: Final = 8 * 1024
@@ -43,6 +45,9 @@ REDUCTIONS: Final = (Kind.ALL_REDUCE, Kind.ALL_REDUCE_NORM)
 THREADS: Final = 512
 """Most threads of a block."""
 SHARD_UNIT: Final = 16
+MIXING_SHARE: Final = 8
+"""Of the blocks of ``THREADS`` threads that the device holds, one in so many mixes streams: two calls fit together,
+beside kernels that have a multiprocessor of four such blocks to themselves."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ def choose(
     table: Table = (),
     threads_there: int | None = None,
     channels: int = 1,
+    mixing: bool = False,
 ) -> Choice | Refusal:
     """The way of a call.
 
@@ -84,8 +90,9 @@ def choose(
         table: measured rows.
         threads_there: threads that the device holds at once; None: no limit is known to matter.
         channels: channels whose grids may spin at the same time: all of them fit the device together (C16).
+        mixing: the capability ``stream_mixing``.
     """
-    reason = why_no_channel(call, size)
+    reason = why_no_channel(call, size, mixing_blocks(threads_there, channels) if mixing else 0)
     if reason is not None:
         return Refusal(reason)
     most = most_blocks(threads_there, channels)
@@ -116,10 +123,14 @@ def name_of(way: Way) -> str:
     return f"{way[0].name}/{way[1].name}".lower()
 
 
-def why_no_channel(call: Call, size: int) -> str | None:
-    """Why no way at all can do a call, or None."""
+def why_no_channel(call: Call, size: int, mixing: int = 0) -> str | None:
+    """Why no way at all can do a call, or None. ``mixing``: blocks that may mix streams; 0: the backend cannot."""
     if size not in WORLD_SIZES:
         return f"{size} ranks: channels are made for {', '.join(map(str, WORLD_SIZES))}"
+    if call.kind is Kind.ALL_REDUCE_STREAMS:
+        if mixing < 1:
+            return "the backend's channels do not mix residual streams (capability stream_mixing)"
+        return why_not_mixed(call.nbytes, call.dtype, call.row_length, mixing)
     if call.kind in REDUCTIONS and call.dtype not in SUMMED:
         return f"{call.dtype} is not added up on a channel, only {', '.join(SUMMED)}"
     return None
@@ -131,6 +142,11 @@ def why_not(way: Way, call: Call, layout: ChannelLayout, atomicity: int | Unknow
     if way not in ORDER:
         return f"{algorithm.name.lower()} does not travel by {wire.name.lower()}"
     needed = {Wire.WORDS: 8, Wire.SENTINEL: 4, Wire.CHUNKS: 4, Wire.FLAGS: 0}[wire]
+    if call.kind is Kind.ALL_REDUCE_STREAMS:
+        if way != MIXING_WAY:
+            return f"streams are mixed by {name_of(MIXING_WAY)} alone"
+        if layout.parts is None:
+            return "the plan has no lane for what blocks tell each other"
     if needed and (isinstance(atomicity, Unknown) or atomicity < needed):
         return f"it needs stores of {needed} bytes that are seen whole, and remote_store_atomicity is {atomicity}"
     if algorithm in (Algorithm.TWO_SHOT, Algorithm.STAGED_TWO_SHOT) and call.kind not in REDUCTIONS:
@@ -174,11 +190,16 @@ def most_blocks(threads_there: int | None, channels: int) -> int:
     return min(MAX_BLOCKS, threads_there // (THREADS * max(channels, 1)))
 
 
+def mixing_blocks(threads_there: int | None, channels: int) -> int:
+    """Blocks of a call that mixes streams; where nobody knows the device's room, the least."""
+    return 1 if threads_there is None else max(1, threads_there // (MIXING_SHARE * THREADS * max(channels, 1)))
+
+
 def verdicts(
-    call: Call, layout: ChannelLayout, size: int, atomicity: int | Unknown
+    call: Call, layout: ChannelLayout, size: int, atomicity: int | Unknown, mixing: int = 0
 ) -> Iterable[tuple[str, str | None]]:
-    """(name, reason against it) of every way, for the decision record."""
-    everything = why_no_channel(call, size)
+    """(name, reason against it) of every way, for the decision record. ``mixing``: blocks, as above."""
+    everything = why_no_channel(call, size, mixing)
     for way in ORDER:
         yield name_of(way), everything or why_not(way, call, layout, atomicity)
 

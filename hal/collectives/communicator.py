@@ -9,37 +9,30 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from halma.hal.backend import Backend, Stream
 from halma.hal.collectives import vendor
-from halma.hal.collectives.choice import Table, name_of
+from halma.hal.collectives.choice import Table
+from halma.hal.collectives.comparing import Comparing
 from halma.hal.collectives.contract import (
-    FLIGHT_BYTES,
     Call,
     ChannelDriver,
-    ChannelSite,
     Choice,
     FlightEntry,
     Kind,
     Operands,
     Refusal,
+    StreamMix,
 )
-from halma.hal.collectives.deciding import VENDOR, Deciding
-from halma.hal.collectives.operands import (
-    call_of,
-    check_apart,
-    check_bound,
-    check_eps,
-    check_like,
-    check_root,
-    check_tensor,
-)
-from halma.hal.collectives.operands import name_of as dtype_name
+from halma.hal.collectives.deciding import Deciding
+from halma.hal.collectives.faults import Faults
+from halma.hal.collectives.mix_operands import stream_call, stream_operands
+from halma.hal.collectives.opening import open_channel
+from halma.hal.collectives.operands import call_of, check_apart, check_like, check_root, check_tensor, norm_operands
 from halma.hal.collectives.ranks import AnsweringRanks
-from halma.hal.collectives.report import Answers, ChannelFault, channel_fault
 from halma.hal.collectives.streams import OneStream
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.current import current_recorder, current_scope, note_failure
@@ -49,10 +42,6 @@ if TYPE_CHECKING:
     import torch
 
     from halma.hal.arena.arena import Arena
-
-FLIGHT_ENTRIES: Final = 256
-ANSWER_SECONDS: Final = 5.0
-"""How long a report waits for the others' flight recorders; they faulted at about the same time, or never will."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,12 +104,8 @@ class Communicator:
         self._checked = now.checked
         self._calls: dict[Call, Call] = {}
         self._known: dict[int, str] = {}
-        self._filed: list[str] = []
-        self._eager_calls = 0
+        self._comparing = Comparing(channel, ranks)
         self._stream = OneStream(channel, backend.device, self._before_replay)
-        self._fault: ChannelFault | None = None
-        self._arms = 0
-        self._bound = now.collective_bound
         self._nothing = backend.memory.empty((0,), _uint8())
         self._driver: ChannelDriver | None = None
         self._deciding = Deciding(
@@ -129,42 +114,12 @@ class Communicator:
             table=table, strict=now.strict, why_vendor=why_vendor,
         )  # fmt: skip
         if arena is not None:
-            again = arena.occupy(channel)
-            try:
-                self._driver = self._open(arena, first_epoch, table, again)
-            except BaseException:
-                arena.vacate(channel)
-                raise
+            self._driver = open_channel(
+                backend, ranks, arena, channel,
+                bound=now.collective_bound, first_epoch=first_epoch, table=table, checked=now.checked,
+            )  # fmt: skip
+        self._faults = Faults(channel, backend, ranks, self._driver, now.collective_bound, self._known)
         live[self.id] = self
-
-    def _open(self, arena: Arena, first_epoch: int, table: Table, again: bool) -> ChannelDriver:
-        self._recorder = self._backend.memory.pinned((FLIGHT_ENTRIES * FLIGHT_BYTES,), _uint8())
-        self._recorder.zero_()
-        capability = self._backend.capabilities.dependent_launch
-        driver = self._backend.collectives.channel(
-            ChannelSite(
-                rank=self.rank,
-                size=self.size,
-                layout=arena.layout(self.channel),
-                own=arena.own,
-                peers=arena.peers,
-                bound_ns=int(self._bound * 1e9),
-                dependent=capability is True,
-                recorder=self._recorder,
-                first_epoch=first_epoch,
-                channels=len(arena.plan.channels),
-            )
-        )
-        if again:
-            # The one before left flags of the same epochs, maybe a fault. Once all are here nobody sends any more.
-            self._backend.device.synchronize()
-            self._ranks.exchange(f"channel {self.channel} is opened again", None)
-            driver.rearm(first_epoch)
-            self._backend.device.synchronize()
-        # Every kernel is loaded on every rank before the first call can spin (C18).
-        terms = (self.channel, first_epoch, tuple(table), self._checked)
-        self._refuse_difference("the channel", self._ranks.exchange(f"channel {self.channel} is loaded", terms))
-        return driver
 
     # -- calls --------------------------------------------------------------------------------------
 
@@ -198,24 +153,34 @@ class Communicator:
         """
         kind = Kind.ALL_REDUCE_NORM
         self._check(kind, x=x, residual=residual, weight=weight, out=out)
-        eps = check_eps(kind, eps)
-        if not x.dim() or not x.shape[-1] or not x.is_floating_point():
-            raise CollectiveError(
-                "all_reduce_norm cannot take x",
-                found=f"{dtype_name(x.dtype)}{list(x.shape)}",
-                do="give it rows [..., H] of floating numbers",
-            )
-        for name, tensor in (("residual", residual), ("out", out)):
-            check_like(kind, name, tensor, tuple(x.shape), x.dtype)
-        wide = weight.dtype if weight.dtype == _float32() else x.dtype
-        check_like(kind, "weight", weight, (x.shape[-1],), wide)
-        named = (("x", x), ("residual", residual), ("weight", weight), ("out", out))
-        for one, two in itertools.combinations(named, 2):
-            check_apart(kind, one, two)
-        detail = f"rows of {x.shape[-1]}, eps {eps!r}, weight {dtype_name(weight.dtype)}"
-        operands = Operands(x, residual, residual, weight, out, eps=eps, row_length=x.shape[-1])
+        operands, detail = norm_operands(x, residual, weight, eps, out)
         self._make(call_of(kind, x, detail=detail, descriptor=self._where()), operands)
         return out
+
+    @_noted
+    def all_reduce_streams(
+        self, x: torch.Tensor, mix: StreamMix, weight: torch.Tensor, *, eps: float = 1e-6, out: torch.Tensor
+    ) -> torch.Tensor:
+        """The end of one sublayer and the beginning of the next, in a model with four residual streams (mHC).
+
+        The sum of every rank's ``x`` [M, D] goes back into ``mix.streams``, in place; ``out`` [M, D] becomes the RMS
+        norm of the next sublayer's mix of them, and ``mix.mixes`` what that one needs for its own way back. As
+        ``all_reduce``, ``hc_post``, ``hc_pre`` and ``rms_norm`` of :mod:`halma.ops` one after the other, but for fp32
+        rounding (docs/collectives.md). ``weight`` [D] has x's dtype or float32. Returns ``out``.
+
+        Nobody else does it where no channel can: ask :meth:`why_not_streams` first.
+
+        Raises:
+            As :meth:`all_reduce`; no channel can do it.
+        """
+        operands, detail = stream_operands(x, mix, weight, eps, out, self._backend.device.torch_device)
+        self._make(stream_call(x.shape[0], x.shape[1], x.dtype, detail, self._where()), operands)
+        return out
+
+    def why_not_streams(self, rows: int, row_length: int, dtype: torch.dtype) -> str | None:
+        """Why :meth:`all_reduce_streams` cannot be called for [rows, row_length], or None; pure, as :meth:`choice`."""
+        choice = self._deciding.choice(stream_call(rows, row_length, dtype))
+        return choice.why if isinstance(choice, Refusal) else None
 
     @_noted
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -260,12 +225,19 @@ class Communicator:
         self._refuse_closed(call.describe)
         call = self._calls.get(call) or self._first(call)
         choice = self._deciding.choice(call)
+        if isinstance(choice, Refusal) and call.kind is Kind.ALL_REDUCE_STREAMS:
+            raise CollectiveError(
+                "no channel can do this call as a whole, and the vendor has none like it",
+                asked=call.describe(),
+                found=choice.why,
+                do="ask why_not_streams() first, and make it of all_reduce and the ops where there is a reason",
+            )
         capturing = self._backend.graphs.is_capturing()
         eager = not capturing and current_recorder() is None  # a dry run is neither: its work is thrown away
         if eager and self._driver is not None:
             self.poll()
         if eager and self._checked:
-            self._agree(call, choice)
+            self._comparing.eager(call, choice)
         if isinstance(choice, Refusal):
             vendor.run(call, operands, self._group, self.size)
             return
@@ -277,7 +249,7 @@ class Communicator:
             self._stream.eager(stream)
         box = self._arena.take(call, choice.algorithm, self.channel) if capturing else None
         if capturing:
-            self._filed.append(f"{call.describe()} by {name_of((choice.algorithm, choice.wire))}")
+            self._comparing.file(call, choice)
         self._driver.launch(call, choice, operands, box, stream)
 
     def _first(self, call: Call) -> Call:
@@ -303,14 +275,6 @@ class Communicator:
 
     # -- ranks that disagree ------------------------------------------------------------------------
 
-    def _agree(self, call: Call, choice: Choice | Refusal) -> None:
-        """Checked mode: compare an eager call with the other ranks' before anybody waits on the device (C6, C12)."""
-        self._eager_calls += 1
-        way = VENDOR if isinstance(choice, Refusal) else name_of((choice.algorithm, choice.wire))
-        mine = (call.describe(), way)
-        stage = f"eager call {self._eager_calls} of channel {self.channel}"
-        self._refuse_difference(stage, self._ranks.exchange(stage, mine))
-
     def _before_replay(self) -> None:
         """See :class:`OneStream`. In checked mode the first replay compares all that was captured (C6)."""
         if self.id not in live:
@@ -321,7 +285,7 @@ class Communicator:
             )
         if self._arena is not None:
             self._arena.refuse_closed("a replay of a graph with calls of a channel")
-        if self._checked and self._filed:
+        if self._checked and self._comparing.filed:
             self.compare_captured()
 
     def compare_captured(self) -> int:
@@ -333,21 +297,7 @@ class Communicator:
         Raises:
             CollectiveError: the first difference.
         """
-        filed, self._filed = self._filed, []
-        lists = self._ranks.exchange(f"captured calls of channel {self.channel}", filed)
-        for position in range(max(map(len, lists))):
-            rows = [one[position] if position < len(one) else "nothing" for one in lists]
-            self._refuse_difference(f"captured call {position + 1}", rows)
-        return len(filed)
-
-    def _refuse_difference(self, what: str, values: Sequence[Any]) -> None:
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise CollectiveError(
-                    f"ranks do not agree on {what}: rank {rank} ({self._ranks.names[rank]}) differs from rank 0",
-                    found=(f"rank 0: {_shown(values[0])}", f"rank {rank}: {_shown(value)}"),
-                    do="every rank makes the same calls, with the same shapes, in the same order",
-                )
+        return self._comparing.captured()
 
     def _where(self) -> str:
         scope = current_scope()
@@ -370,21 +320,11 @@ class Communicator:
         Raises:
             ChannelFault: a :class:`RankError` with the record and every answering rank's last calls.
         """
-        if self._fault is None and self._driver is not None:
-            record = self._driver.error()
-            if record is not None:
-                seconds = min(ANSWER_SECONDS, 2 * self._bound + 1)
-                stage = f"fault {self._arms} of channel {self.channel}"  # ranks may have faulted in different calls
-                answers = Answers(self.size, self._ranks.answers(stage, self.flight(), seconds))
-                self._fault = channel_fault(
-                    self.channel, self.rank, self._ranks.names, record, answers, self._known
-                )
-        if self._fault is not None:
-            raise self._fault
+        self._faults.poll()
 
     def flight(self) -> list[FlightEntry]:
         """The calls this rank started last, oldest first; also while the device hangs."""
-        return [] if self._driver is None else list(self._driver.flight())
+        return self._faults.flight()
 
     def set_bound(self, seconds: float) -> None:
         """How long waits may take from now on, those of captured calls included.
@@ -392,9 +332,7 @@ class Communicator:
         Raises:
             CollectiveError: no number of seconds above 0, as ``HALMA_COLLECTIVE_BOUND`` takes.
         """
-        self._bound = check_bound(seconds)
-        if self._driver is not None:
-            self._driver.set_bound(int(self._bound * 1e9))
+        self._faults.set_bound(seconds)
 
     def rearm(self) -> None:
         """Forget the fault and go on, without another capture. Every rank calls it; what is queued drains first.
@@ -404,20 +342,11 @@ class Communicator:
             CollectiveError, ArenaError: the communicator or its arena is closed.
         """
         self._refuse_closed(lambda: "rearm()")
-        if self._driver is None:
-            return
-        self._backend.device.synchronize()
-        epoch = max(self._ranks.exchange(f"rearm of channel {self.channel}", self._driver.epoch()))
-        self.rearm_from(epoch)
+        self._faults.rearm()
 
     def rearm_from(self, epoch: int) -> None:
         """As :meth:`rearm`, from an epoch that the caller says is every rank's; for tests of the wrap."""
-        assert self._driver is not None
-        self._driver.rearm(epoch)
-        self._backend.device.synchronize()
-        self._ranks.exchange(f"channel {self.channel} is armed", None)
-        self._fault = None
-        self._arms += 1
+        self._faults.rearm_from(epoch)
 
     def close(self) -> None:
         """Let go of the channel; the arena frees its memory. Calls and the custom op with its id raise from now on."""
@@ -425,6 +354,7 @@ class Communicator:
         if self._driver is not None:
             self._driver.close()
             self._driver = None
+            self._faults.close()
             if self._arena is not None:
                 self._arena.vacate(self.channel)
 
@@ -435,17 +365,7 @@ class Communicator:
             self._arena.refuse_closed(asked())
 
 
-def _shown(value: Any) -> str:
-    return ", by ".join(map(str, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else str(value)
-
-
 def _uint8() -> Any:
     import torch
 
     return torch.uint8
-
-
-def _float32() -> Any:
-    import torch
-
-    return torch.float32

@@ -34,6 +34,7 @@ class Kind(IntEnum):
     ALL_GATHER = 3
     BROADCAST = 4
     BARRIER = 5
+    ALL_REDUCE_STREAMS = 6
 
 
 class Algorithm(IntEnum):
@@ -72,6 +73,7 @@ class Call:
         root: the rank that a broadcast comes from, else -1.
         detail: what else must be equal, such as the row length and epsilon of a fused norm.
         descriptor: what is being run; for reports and the digest.
+        row_length: elements of a row, where what a channel can do depends on it; also part of ``detail`` then.
     """
 
     kind: Kind
@@ -80,6 +82,7 @@ class Call:
     root: int = -1
     detail: str = ""
     descriptor: str = ""
+    row_length: int = 0
 
     @property
     def digest(self) -> int:
@@ -163,6 +166,33 @@ class Box:
 
 
 @dataclass(frozen=True)
+class StreamMix:
+    """Of an all-reduce that ends in mixed residual streams (mHC): M rows, 4 streams, D columns.
+
+    ``fn``, ``base`` and both scales are at rest: a channel reads them before the work queued just before has ended.
+
+    Attributes:
+        streams: [M, 4, D], dtype of the message; what its sum is mixed into.
+        mixes: float32 [M, 20], raw: what the sublayer that ends here made of ``streams`` for its way back, ``post``
+            (4) and ``comb`` (16). Replaced by those of the next sublayer.
+        base, scale: float32 [24], [3], of the sublayer that ends here.
+        fn, next_base, next_scale: float32 [24, 4 D], [24], [3], of the sublayer that begins.
+        hc_eps: added to ``pre``, to the softmax and to every sum that divides.
+        iterations: Sinkhorn rounds.
+    """
+
+    streams: torch.Tensor
+    mixes: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
+    fn: torch.Tensor
+    next_base: torch.Tensor
+    next_scale: torch.Tensor
+    hc_eps: float
+    iterations: int
+
+
+@dataclass(frozen=True)
 class Operands:
     """Tensors of a call, contiguous, on the channel's device.
 
@@ -173,6 +203,8 @@ class Operands:
             may be float32.
         eps: of a fused norm.
         scale_out: float32 [rows, columns / 128] where ``norm_out`` is fp8 with a scale a group of 128.
+        mix: of an all-reduce into streams, beside ``weight``, ``norm_out`` and ``eps``; ``out`` are the new streams,
+            and may be the old ones.
     """
 
     source: torch.Tensor
@@ -183,6 +215,7 @@ class Operands:
     scale_out: torch.Tensor | None = None
     eps: float = 0.0
     row_length: int = 0
+    mix: StreamMix | None = None
 
 
 class Fault(IntEnum):

@@ -7,12 +7,14 @@ from typing import Any, Final
 
 from halma.hal.arena.layout import ChannelLayout
 from halma.hal.capabilities import Capabilities, Unknown
-from halma.hal.collectives.choice import THREADS, Table, choose, name_of, verdicts
-from halma.hal.collectives.contract import Call, Choice, Refusal
+from halma.hal.collectives.choice import THREADS, Table, choose, mixing_blocks, name_of, verdicts
+from halma.hal.collectives.contract import Call, Choice, Kind, Refusal
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.errors import CollectiveError
 
 VENDOR: Final = "vendor"
+PARTS: Final = "in parts"
+"""No collective does the call as a whole, the vendor's neither: its caller makes it of others."""
 
 log = logging.getLogger("halma.collectives")
 
@@ -47,6 +49,7 @@ class Deciding:
         self._size, self._layout, self._table = size, layout, table
         self._atomicity = capabilities.remote_store_atomicity
         self._channels, self._strict, self._why_vendor = channels, strict, why_vendor
+        self._mixing = capabilities.stream_mixing is True
         self._choices: dict[tuple[Any, ...], Choice | Refusal] = {}
         if layout is not None and self._threads is not None and channels * THREADS > self._threads:
             raise CollectiveError(
@@ -62,7 +65,7 @@ class Deciding:
         Raises:
             CollectiveError: only the vendor can, and strict mode forbids it.
         """
-        key = (call.kind, call.nbytes, call.dtype, call.root, call.detail)
+        key = (call.kind, call.nbytes, call.dtype, call.root, call.row_length or call.detail)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._choices[key] = self._decide(call)
@@ -75,16 +78,18 @@ class Deciding:
         else:
             choice = choose(
                 call, self._layout, self._size, self._atomicity,
-                table=self._table, threads_there=self._threads, channels=self._channels,
+                table=self._table, threads_there=self._threads, channels=self._channels, mixing=self._mixing,
             )  # fmt: skip
+            blocks = mixing_blocks(self._threads, self._channels) if self._mixing else 0
             chosen = name_of((choice.algorithm, choice.wire)) if isinstance(choice, Choice) else ""
-            for name, reason in verdicts(call, self._layout, self._size, self._atomicity):
+            for name, reason in verdicts(call, self._layout, self._size, self._atomicity, blocks):
                 why = choice.why if name == chosen else reason or "applies"
                 candidates.append(Candidate(name, name == chosen, why))
         refused = isinstance(choice, Refusal)
-        candidates.append(Candidate(VENDOR, refused, choice.why if refused else "a channel does it"))
+        otherwise = PARTS if call.kind is Kind.ALL_REDUCE_STREAMS else VENDOR
+        candidates.append(Candidate(otherwise, refused, choice.why if refused else "a channel does it"))
         name = next(candidate.name for candidate in candidates if candidate.chosen)
-        if refused and self._size > 1:
+        if refused and self._size > 1 and otherwise is VENDOR:
             if self._strict:
                 raise CollectiveError(
                     f"{call.describe()} would take the vendor's collective, and HALMA_STRICT forbids it",

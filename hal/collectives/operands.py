@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from math import isfinite
 from numbers import Real
 from typing import Any, Final
 
 import torch
 
-from halma.hal.collectives.contract import Call, Kind
+from halma.hal.collectives.contract import Call, Kind, Operands
 from halma.hal.errors import CollectiveError
 
 
@@ -153,6 +154,33 @@ def check_apart(kind: Kind, one: Named, two: Named, *, same: bool = False) -> No
             found=f"bytes {first[1]}..{first[2]} and {second[1]}..{second[2]} of one allocation",
             do="give each memory of its own" + (", or the same tensor twice" if same else ""),
         )
+
+
+def norm_operands(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: Any, out: torch.Tensor
+) -> tuple[Operands, str]:
+    """A fused norm's operands, and what of them ranks must have in common beside x's size and dtype.
+
+    Raises:
+        CollectiveError: x is no rows of floating numbers, another tensor does not fit it, or two share memory.
+    """
+    kind = Kind.ALL_REDUCE_NORM
+    eps = check_eps(kind, eps)
+    if not x.dim() or not x.shape[-1] or not x.is_floating_point():
+        raise CollectiveError(
+            "all_reduce_norm cannot take x",
+            found=f"{name_of(x.dtype)}{list(x.shape)}",
+            do="give it rows [..., H] of floating numbers",
+        )
+    for name, tensor in (("residual", residual), ("out", out)):
+        check_like(kind, name, tensor, tuple(x.shape), x.dtype)
+    wide = weight.dtype if weight.dtype == torch.float32 else x.dtype
+    check_like(kind, "weight", weight, (x.shape[-1],), wide)
+    named = (("x", x), ("residual", residual), ("weight", weight), ("out", out))
+    for one, two in combinations(named, 2):
+        check_apart(kind, one, two)
+    detail = f"rows of {x.shape[-1]}, eps {eps!r}, weight {name_of(weight.dtype)}"
+    return Operands(x, residual, residual, weight, out, eps=eps, row_length=x.shape[-1]), detail
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int] | None:

@@ -76,14 +76,14 @@ def channel_fault(
     elif answers.stragglers:
         found.append("behind the others: " + ", ".join(map(named, answers.stragglers)))
     return ChannelFault(
-        f"channel {channel!r}: {_headline(record, named, call_of)}",
+        f"channel {channel!r}: {_headline(record, rank, named, call_of)}",
         rank,
         record,
         answers,
         asked=(_expected(record, call_of),),
         found=found,
         do=(
-            "look at that rank's own output first; results since then are NaN on this channel",
+            _first_look(record, rank),
             "communicator.rearm() on every rank continues without another capture",
             "HALMA_CHECKED=1 compares eager calls before they run; HALMA_COLLECTIVE_BOUND is how long a wait may take",
         ),
@@ -98,7 +98,7 @@ def _recorded(answers: Answers, digest: int) -> str:
     return f"{what} with digest {digest:#010x} that this rank never made"
 
 
-def _headline(record: ErrorRecord, named: Callable[[int], str], call_of: Callable[[int], str]) -> str:
+def _headline(record: ErrorRecord, rank: int, named: Callable[[int], str], call_of: Callable[[int], str]) -> str:
     peer = named(record.peer)
     if record.fault is Fault.MISMATCH:
         return f"{peer} makes another call: {call_of(record.seen)}"
@@ -106,7 +106,15 @@ def _headline(record: ErrorRecord, named: Callable[[int], str], call_of: Callabl
         return f"{peer} is a call ahead of its turn"
     if record.fault is Fault.LEFT:
         return f"an exception on {peer} left a call before its end"
+    if record.peer == rank:
+        return f"a block of {peer}'s own call did not do its part within {record.waited_ns / 1e9:.3f} s"
     return f"{peer} did not do its part within {record.waited_ns / 1e9:.3f} s"
+
+
+def _first_look(record: ErrorRecord, rank: int) -> str:
+    if record.fault is Fault.TIMEOUT and record.peer == rank:
+        return "look at what else runs on this rank's device: a call's blocks wait for each other, so all must fit"
+    return "look at that rank's own output first; results since then are NaN on this channel"
 
 
 def _expected(record: ErrorRecord, call_of: Callable[[int], str]) -> str:

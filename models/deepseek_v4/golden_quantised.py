@@ -12,6 +12,7 @@ from halma.hal.backend import Backend
 from halma.hal.dispatch import Ops
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.workspace import Workspace
+from halma.models.deepseek_v4.boundary import boundary
 from halma.models.deepseek_v4.golden import (
     CaseFile,
     CaseModel,
@@ -78,9 +79,12 @@ def _layers(case: CaseFile, model: CaseModel, backend: Backend, report: CaseRepo
         embedded = model.weights.embed.data[fed[:count]].float()
         before = embedded[:, None].expand(-1, model.config.hc_mult, -1).contiguous()
         for index, (layer, kind) in enumerate(zip(model.weights.layers, model.config.layers, strict=True)):
-            streams, expected = before.clone(), recorded[index]
+            expected = recorded[index]
             with v4.workspace.scope("layer"):
-                block(v4, streams, torch.empty_like(streams), layer, kind, v4.state.layers[index], step)
+                between = boundary(v4, before.clone())
+                x = between.enter((layer.hc_attn, layer.attn_norm))
+                block(v4, x, between, layer, kind, v4.state.layers[index], step, None)
+                streams = between.streams
             error = (streams - expected).abs().amax((1, 2)) / expected.std()
             good = int((error <= LAYER_TOLERANCE).sum())
             report.checks.append(

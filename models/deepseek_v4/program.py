@@ -18,6 +18,7 @@ from halma.hal.dispatch import Ops
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.forks import fork
 from halma.hal.workspace import Workspace
+from halma.models.deepseek_v4.boundary import Boundary, Entrance, boundary
 from halma.models.deepseek_v4.config import LayerKind, V4Config
 from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.state import LayerState, V4State
@@ -34,6 +35,7 @@ class V4Model:
         side: the stream of work that runs beside the main one: the shared expert's.
         inv_freq: rope frequencies by theta: ``main`` for window layers, ``compress`` for the others [r/2].
         ranks: those that share the model; ``weights`` is this one's part.
+        arithmetic: ``exact`` or ``shipping``, as the weights were loaded.
         tap: called with intermediate values where the eager runner watches them; never in a graph.
     """
 
@@ -47,6 +49,7 @@ class V4Model:
     carrier: torch.dtype
     ranks: Ranks = ONE_RANK
     tap: Tap | None = None
+    arithmetic: str = "exact"
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -128,13 +131,16 @@ def forward(
     ops, config, weights = model.ops, model.config, model.weights
     step = prepare(model, inputs, descriptor, tokens, start)
     embedded = model.ranks.all_reduce(ops.embed(step.tokens, weights.embed, model.ranks.first_token))
-    streams = ops.expand_streams(embedded, config.hc_mult)
-    between = model.workspace.take(streams.shape, streams.dtype)
+    between = boundary(model, ops.expand_streams(embedded, config.hc_mult))
+    entrances: list[Entrance] = [(layer.hc_attn, layer.attn_norm) for layer in weights.layers]
+    x = between.enter(entrances[0])
     for index, (layer, kind) in enumerate(zip(weights.layers, config.layers, strict=True)):
+        following = entrances[index + 1] if index + 1 < len(entrances) else None
         with model.workspace.scope("layer"):
-            block(model, streams, between, layer, kind, model.state.layers[index], step)
+            x = block(model, x, between, layer, kind, model.state.layers[index], step, following)
         if model.tap is not None:
-            model.tap(f"layer{index}.streams", streams)
+            model.tap(f"layer{index}.streams", between.streams)
+    streams = between.streams
     if descriptor.variant != "all":
         streams = ops.last_rows(streams, step.count, descriptor.query_len)
     head = weights.hc_head
@@ -170,30 +176,33 @@ def prepare(
 
 def block(
     model: V4Model,
-    streams: torch.Tensor,
-    between: torch.Tensor,
+    x: torch.Tensor,
+    between: Boundary,
     layer: LayerWeights,
     kind: LayerKind,
     state: LayerState,
     step: Step,
-) -> None:
-    """One layer, streams [M, n, D] in place: each sublayer reads a mix of the streams and writes to all of them."""
-    ops, config = model.ops, model.config
-    mix = (config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
+    following: Entrance | None,
+) -> torch.Tensor:
+    """One layer, its input x [M, D] -> that of the following one: what a sublayer makes goes through a boundary."""
     with model.workspace.scope("attention"):
-        x, post, comb = ops.hc_pre(streams, layer.hc_attn.fn, layer.hc_attn.base, layer.hc_attn.scale, *mix)
-        y = attention(model, ops.rms_norm(x, layer.attn_norm, config.rms_norm_eps), layer.attn, kind, state, step)
-        ops.hc_post(y, streams, post, comb, out=between)
+        y = attention(model, x, layer.attn, kind, state, step)
+        x = between.cross(y, (layer.hc_ffn, layer.ffn_norm))
     with model.workspace.scope("ffn"):
-        x, post, comb = ops.hc_pre(between, layer.hc_ffn.fn, layer.hc_ffn.base, layer.hc_ffn.scale, *mix)
-        y = ffn(model, ops.rms_norm(x, layer.ffn_norm, config.rms_norm_eps), layer.ffn, step)
-        ops.hc_post(y, between, post, comb, out=streams)
+        y = ffn(model, x, layer.ffn, step)
+        if following is not None:
+            return between.cross(y, following)
+        between.leave(y)  # the last layer
+        return x
 
 
 def attention(
     model: V4Model, x: torch.Tensor, w: AttentionWeights, kind: LayerKind, state: LayerState, step: Step
 ) -> torch.Tensor:
-    """x [M, D] -> [M, D]: queries over the window and the chosen compressed rows, keys being their own values."""
+    """x [M, D] -> this rank's part of [M, D]: queries over the window and the chosen compressed rows.
+
+    Keys are their own values.
+    """
     ops, config = model.ops, model.config
     angles, eps = step.angles[kind.rope], config.rms_norm_eps
     heads, width = config.num_attention_heads // model.ranks.size, config.head_dim
@@ -220,7 +229,7 @@ def attention(
     )
     ops.rope(o, angles, True)  # values carry rope, so the output is turned back at the query's position
     grouped = ops.grouped_linear(o.view(-1, groups, heads // groups * width), w.wo_a)
-    return model.ranks.all_reduce(ops.linear(grouped, w.wo_b))
+    return ops.linear(grouped, w.wo_b)
 
 
 def compressed_keys(
@@ -298,7 +307,7 @@ def compress(
 
 
 def ffn(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
-    """x [M, D] -> [M, D]: the chosen experts and, on a stream beside them, the shared one."""
+    """x [M, D] -> this rank's part of [M, D]: the chosen experts and, on a stream beside them, the shared one."""
     ops, config = model.ops, model.config
     with fork(model.side, model.workspace) as branch:
         with branch:
@@ -306,7 +315,7 @@ def ffn(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Ten
             shared = ops.linear(shared, w.shared_down)
         routed = routed_experts(model, x, w, step)
         branch.join()
-        return model.ranks.all_reduce(ops.add_rows(routed, shared, x.dtype))
+        return ops.add_rows(routed, shared, x.dtype)
 
 
 def routed_experts(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:

@@ -19,6 +19,7 @@ from halma.hal.arena.arena import Arena
 from halma.hal.arena.consensus import RanksAgreement
 from halma.hal.arena.plan import plan_channels
 from halma.hal.collectives.communicator import Communicator
+from halma.hal.collectives.contract import StreamMix
 from halma.hal.collectives.group import Group, NoArena
 from halma.hal.dispatch import Ops
 from halma.hal.errors import CollectiveError
@@ -27,6 +28,14 @@ from halma.hal.graph.arenas import SharedArena
 from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.preparation import check_world
+
+
+class Mixer(Protocol):
+    """See :meth:`halma.hal.collectives.communicator.Communicator.all_reduce_streams`."""
+
+    def __call__(
+        self, x: torch.Tensor, mix: StreamMix, weight: torch.Tensor, *, eps: float, out: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 class Ranks(Protocol):
@@ -48,6 +57,11 @@ class Ranks(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Partial sums -> their sum, in place."""
+        ...
+
+    def mixer(self, rows: int, width: int, carrier: torch.dtype) -> Mixer | None:
+        """What adds partial sums [rows, width] up into the residual streams and makes the next sublayer's input of
+        them, in one call; None where that goes in parts. The same on every rank."""
         ...
 
     def best_token(self, ops: Ops, logits: torch.Tensor) -> torch.Tensor:
@@ -92,6 +106,10 @@ class OneRank:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """``x``."""
         return x
+
+    def mixer(self, rows: int, width: int, carrier: torch.dtype) -> Mixer | None:
+        """There is nothing to sum."""
+        return None
 
     def best_token(self, ops: Ops, logits: torch.Tensor) -> torch.Tensor:
         """The largest logit's token."""
@@ -143,6 +161,11 @@ class ManyRanks:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Partial sums -> their sum, in place."""
         return self._communicator.all_reduce(x)
+
+    def mixer(self, rows: int, width: int, carrier: torch.dtype) -> Mixer | None:
+        """Where the communicator's channel can do it; its reason is in the decision record (``halma explain``)."""
+        communicator = self._communicator
+        return communicator.all_reduce_streams if communicator.why_not_streams(rows, width, carrier) is None else None
 
     def best_token(self, ops: Ops, logits: torch.Tensor) -> torch.Tensor:
         """Eight bytes a row and rank are exchanged: each rank's largest logit and its token."""

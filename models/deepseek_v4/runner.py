@@ -20,6 +20,7 @@ from halma.hal.graph.session import CaptureSession
 from halma.hal.registry import default_registry
 from halma.hal.settings import GraphSwitch
 from halma.hal.workspace import Workspace
+from halma.models.deepseek_v4.boundary import mixer_of
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.inputs import V4Inputs
 from halma.models.deepseek_v4.program import Tap, V4Model, decode_step, prefill_step
@@ -130,7 +131,9 @@ class V4Runner:
         frequencies = rope_frequencies(config, dtype=carrier, device=device)
         side = backend.device.new_stream("side")
         ops = self._ops(self.workspace)
-        self.model = V4Model(config, weights, state, ops, self.workspace, side, frequencies, carrier, ranks, tap)
+        self.model = V4Model(
+            config, weights, state, ops, self.workspace, side, frequencies, carrier, ranks, tap, options.arithmetic
+        )
         self.inputs = V4Inputs(backend, options.max_requests, options.max_requests * options.chunk)
         self.session = CaptureSession(
             backend,
@@ -220,14 +223,16 @@ class V4Runner:
     def _representatives(self, descriptors: Iterable[Descriptor]) -> list[Descriptor]:
         """The largest of every kind of step: programs of one kind take memory in the same places.
 
-        A single row is a kind of its own, since ops may do without the scratch that several rows need.
+        A single row is a kind of its own, since ops may do without the scratch that several rows need; so are steps
+        whose boundaries between sublayers are one call.
         """
         kinds: dict[tuple[object, ...], list[Descriptor]] = {}
         for d in descriptors:
             indexed = any(
                 k.indexed and d.context_capacity // k.ratio > self.config.index_topk for k in self.config.layers
             )
-            kinds.setdefault((d.role, d.variant, indexed, d.num_tokens == 1), []).append(d)
+            whole = mixer_of(self.model, d.num_tokens) is not None
+            kinds.setdefault((d.role, d.variant, indexed, d.num_tokens == 1, whole), []).append(d)
         return [largest_of(group) for group in kinds.values()]
 
     def _program(self, descriptor: Descriptor, model: V4Model) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:

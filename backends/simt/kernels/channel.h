@@ -28,6 +28,7 @@ enum SiteField {
   SITE_STAGE_SUM_STRIDE,
   SITE_RECORDER,
   SITE_RECORDER_ENTRIES,
+  SITE_PARTS,
   SITE_FIELDS
 };
 static_assert(SITE_FIELDS == HALMA_SITE_FIELDS, "the driver writes as many fields");
@@ -257,9 +258,18 @@ DEVICE void record(const Args& a, const Turn& t, u32 lane, u64 recorder, u64 ent
 
 // Every call with one of two epochs in 2^20 zeroes the flags of its buffer that it does not use itself, so that none
 // is old enough to be met again after the wrap (C2). Nobody writes into a words buffer before this rank's call ends;
-// a chunk or stage flag may be written by a peer that is one call ahead, so it is only taken back if still old.
+// a chunk or stage flag may be written by a peer that is one call ahead, so it is only taken back if still old. Of the
+// parts (streams.cu) a call uses those of its rows and blocks.
 static __device__ __noinline__ void scrub_old(u8* own, const u64* site, u32 epoch, u32 first, u32 stride, u32 used_units,
-                                              u32 senders) {
+                                              u32 senders, u32 used_rows) {
+  u64 parts = site[SITE_PARTS];
+  if (parts != 0u) {
+#pragma unroll 1
+    for (u32 i = first; i < HALMA_PART_ROWS * HALMA_PART_SUMS * HALMA_PART_BLOCKS; i += stride) {
+      bool used = i / (HALMA_PART_SUMS * HALMA_PART_BLOCKS) < used_rows && i % HALMA_PART_BLOCKS < gridDim.x;
+      if (!used) HALMA_ORDER_PART_STORE(own + parts + 8ull * i, 0ull);
+    }
+  }
   u64 words = site[SITE_WORDS], box = site[SITE_WORDS_BOX];
   if (box != 0u) {
     u32 units = static_cast<u32>(box >> 4);
@@ -285,8 +295,8 @@ static __device__ __noinline__ void scrub_old(u8* own, const u64* site, u32 epoc
     }
   }
 }
-DEVICE void scrub(const Args& a, const Turn& t, u32 used_units, u32 senders) {
-  scrub_old(a.own, a.site, t.epoch, t.first, t.stride, used_units, senders);
+DEVICE void scrub(const Args& a, const Turn& t, u32 used_units, u32 senders, u32 used_rows = 0u) {
+  scrub_old(a.own, a.site, t.epoch, t.first, t.stride, used_units, senders, used_rows);
 }
 
 // What the spare warp does at once: the header word goes out beside the first data.

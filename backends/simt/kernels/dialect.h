@@ -154,6 +154,12 @@ DEVICE float reciprocal_root(float value) {
   asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(value));
   return root;
 }
+// To about one unit in the last place.
+DEVICE float reciprocal(float value) {
+  float result;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
@@ -247,6 +253,7 @@ DEVICE u32 pack_f16(float low, float high) {
 DEVICE float f16_to_float(u16 half) { return __half2float(__ushort_as_half(half)); }
 #endif
 DEVICE float reciprocal_root(float value) { return __fdiv_rn(1.0f, __fsqrt_rn(value)); }
+DEVICE float reciprocal(float value) { return __fdiv_rn(1.0f, value); }
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
@@ -256,6 +263,7 @@ DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c)
 
 // ------------------------------------------------------------------------------- same for both vendors
 DEVICE float bf16_to_float(u32 half) { return float_of(half << 16); }
+DEVICE float exponential(float value) { return __expf(value); }  // to a few units in the last place
 
 // e4m3fn (OCP): largest 448, no infinity, 0x7f is NaN; to nearest even, beyond the largest to it.
 DEVICE u32 portable_e4m3(float value) {

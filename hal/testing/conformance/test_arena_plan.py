@@ -147,7 +147,7 @@ def test_lanes_follow_from_what_is_known_of_stores_and_unknown_means_none_is_pus
     def lanes(atomicity: Any, **more: Any) -> set[str]:
         return set(plan_channels(largest=8192, size=2, atomicity=atomicity, **more).layout("main").lanes)
 
-    push = {"headers", "sentinel", "scatter", "gather", "chunk_flags"}
+    push = {"headers", "sentinel", "scatter", "gather", "chunk_flags", "parts"}
     staged = {"headers", "staging", "stage_sum", "stage_flags"}
     assert lanes(8) == lanes(16) == lanes(128) == push | {"words"}
     assert lanes(4) == push and lanes(UNKNOWN) == lanes(1) == staged

@@ -62,7 +62,7 @@ def test_a_ladder_that_does_not_fit_is_refused_with_what_would(halma: Halma) -> 
         "verify(480 tokens, 96 requests)",
         "         uncovered: verify(480 tokens, 96 requests)",
         "         uncovered: verify(640 tokens, 128 requests)",
-        "  do:    --arena channel (needs 31.94 MiB), or --max-requests 64",
+        "  do:    --arena channel (needs 31.95 MiB), or --max-requests 64",
     ]
 
 

@@ -16,6 +16,7 @@ from halma.hal.arena.plan import plan_channels
 from halma.hal.backend import Backend
 from halma.hal.collectives.choice import ORDER
 from halma.hal.collectives.communicator import live
+from halma.hal.collectives.contract import StreamMix
 from halma.hal.collectives.custom_op import all_reduce
 from halma.hal.collectives.group import Group, NoArena
 from halma.hal.collectives.report import ChannelFault
@@ -248,3 +249,16 @@ def unlike_ranks(how: str) -> str:
     finally:
         os.environ.pop("HALMA_CHECKED", None)
     return ""
+
+
+def streams_refused() -> tuple[str, str, int]:
+    """Why a channel of the CPU does not mix streams, what a call of it is told, and how many calls were made."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm, narrow = setup.comm, torch.bfloat16
+        x, out, streams = (torch.zeros(*shape, dtype=narrow) for shape in ((2, 64), (2, 64), (2, 4, 64)))
+        weights = [torch.zeros(*shape) for shape in ((2, 20), (24,), (3,), (24, 256), (24,), (3,))]
+        mix = StreamMix(streams, *weights, hc_eps=1e-6, iterations=20)
+        why = comm.why_not_streams(2, 64, narrow)
+        refused = refusal(lambda: comm.all_reduce_streams(x, mix, torch.zeros(64), out=out))
+        return str(why), refused, len(comm.flight())

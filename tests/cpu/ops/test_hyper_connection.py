@@ -137,3 +137,25 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 def test_no_iterations_are_refused() -> None:
     with pytest.raises(DispatchError, match="0 iterations"):
         run("hc_pre", random(2, 4, 16), *mixing(4, 16, torch.float32), EPS, EPS, 0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(("dtype", "tolerance"), CARRIERS.items())
+def test_two_halves_are_the_whole(rows: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Where a collective does the rest of a boundary, the first and the last of a step are made of these."""
+    streams, weights = random(rows, 4, 64, seed=rows, dtype=dtype), mixing(4, 64, dtype)
+    x, post, comb = run("hc_pre", streams, *weights, EPS, EPS, 20)
+    half, raw = run("hc_read", streams, *weights, EPS, EPS)
+    assert raw.shape == (rows, 20) and raw.dtype == wide(dtype)
+    near = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(half, x, **near)
+    for found, expected in zip(run("hc_gates", raw, *weights[1:], EPS, 20), (post, comb), strict=True):
+        torch.testing.assert_close(found, expected, **near)
+
+
+def test_halves_refuse_what_does_not_fit() -> None:
+    base, scale = random(24), random(3)
+    with pytest.raises(DispatchError, match="do not fit their weights"):
+        run("hc_gates", random(2, 19), base, scale, EPS, 20)
+    with pytest.raises(DispatchError, match="0 iterations"):
+        run("hc_gates", random(2, 20), base, scale, EPS, 0)

@@ -53,7 +53,7 @@ def test_every_kernel_is_loaded_at_construction() -> None:
 @pytest.mark.invariant("C18")
 def test_a_layout_without_push_lanes_loads_no_push_kernels() -> None:
     full = fake_channel().site.layout
-    staged = replace(full, words=None, sentinel=None, scatter=None, gather=None, chunk_flags=None)
+    staged = replace(full, words=None, sentinel=None, scatter=None, gather=None, chunk_flags=None, parts=None)
     channel = fake_channel(layout=staged)
     assert set(channel.kernels) == {*UNITS["staged"].entries, *UNITS["norm_alone"].entries}
     with pytest.raises(CollectiveError, match="no lane words"):

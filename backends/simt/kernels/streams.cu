@@ -1,0 +1,503 @@
+// One boundary between sublayers of a model with four residual streams (mHC), in one call:
+//   y = round(sum over ranks);  streams' = round(post * y + comb^T streams)              the way back of one sublayer
+//   x = round(pre' . streams');  norm_out = norm of x;  mixes' = fn . streams' / rms     the way into the next
+// with pre' = sigmoid(mixes'[0..3] ..) + eps. A block owns groups of COLUMNS columns, a lane two neighbours of each;
+// a warp owns one row where rows are made and three of the 24 mixes where sums are. Sums over columns need the other
+// blocks: each publishes its parts as {value, epoch} words in memory of this rank alone, and adds up everybody's in the
+// same order, so that all blocks of all ranks have the same bits (C1). The norm of x needs no second exchange:
+// |x|^2 = pre'^T G pre', where G is the Gram matrix of the streams, ten more sums beside the 24. Its rounding error is
+// that of the terms: relative to |x|^2 about 2^-20 times (sum of |pre'_i streams'_i|)^2 / |x|^2.
+// The other 20 mixes are handed on as they are: Sinkhorn runs in the next call, beside its wait for the peers.
+//
+// One buffer of parts is enough, without a fence: they are written behind start(), which returns when the call before
+// has ended on this rank, its reads included, and no other rank sees them. Their flags are the channel's epoch, compared
+// by equality, and scrubbed like all others (C2).
+#define HALMA_USES_PUSH 1
+#include "push.h"
+#include "numbers.h"
+
+#define STREAMS 4u
+#define HANDED 20u  // mixes that are handed on: post 4, comb 16
+#define URGENT 14u  // sums that this call's own output waits for: pre's mixes and the Gram matrix
+#define URGENT_SLOTS 16u
+#define WARPS 8u    // that move data; the ninth is the spare one
+#define COLUMNS (2u * HALMA_WARP)
+#define UNITS (COLUMNS / 8u)  // of 16 bytes, in a row of a group
+#define MOST_GROUPS HALMA_MIX_GROUPS
+static_assert(HALMA_PART_BLOCKS == 2u * HALMA_WARP, "a lane reads the parts of two blocks at once");
+static_assert(HALMA_PART_ROWS == WARPS, "a warp a row");
+static_assert(HALMA_PART_SUMS == 34u, "24 mixes and 10 entries of the Gram matrix");
+
+struct Mixing {
+  const u8* streams;        // [rows][4][width]
+  float* mixes;             // [rows][20], of these streams; replaced by those of the new ones
+  const float* base;        // [24], and
+  const float* scale;       // [3]: of the mixes above
+  const float* fn;          // [24][4][width], of the next sublayer
+  const float* next_base;
+  const float* next_scale;
+  const u8* weight;         // [width]
+  u8* norm_out;             // [rows][width]
+  u8* parts;                // u64 [HALMA_PART_ROWS][HALMA_PART_SUMS][HALMA_PART_BLOCKS]: {value, epoch}
+  u32 width, rows, iterations;
+  float rms_eps, hc_eps;
+  bool wide_weight;         // fp32
+};
+#define MIX_PARAMS                                                                                                   \
+  PARAMS, u64 streams, u64 mixes, u64 base, u64 scale, u64 fn, u64 next_base, u64 next_scale, u64 weight,           \
+      u64 norm_out, u64 parts, u64 shape, u64 epsilons, u64 options
+#define MIX_PACKED                                                                                                   \
+  Mixing {                                                                                                           \
+    (const u8*)streams, (float*)mixes, (const float*)base, (const float*)scale, (const float*)fn,                    \
+        (const float*)next_base, (const float*)next_scale, (const u8*)weight, (u8*)norm_out, (u8*)parts,             \
+        static_cast<u32>(shape), static_cast<u32>(shape >> 32), static_cast<u32>(options),                           \
+        float_of(static_cast<u32>(epsilons)), float_of(static_cast<u32>(epsilons >> 32)), (options >> 32) != 0u      \
+  }
+
+struct Shared {
+  u32 y[WARPS][MOST_GROUPS * HALMA_WARP];       // the sum over ranks, two elements a word
+  u32 now[WARPS][STREAMS][HALMA_WARP];          // the new streams of one group
+  float way[WARPS][STREAMS + STREAMS * STREAMS];  // post, then comb
+  float sum[WARPS * URGENT_SLOTS];
+};
+
+// A division proper would be some thirty instructions more, on the way of every call.
+DEVICE float mean(float sum, u32 count) { return multiply(sum, reciprocal(static_cast<float>(count))); }
+DEVICE float sigmoid(float value) { return reciprocal(add(1.0f, exponential(-value))); }
+
+// ------------------------------------------------------------------------------------------- post and comb
+// What a lane of the spare warp knows before the wait.
+struct Gates {
+  float post[STREAMS], comb[STREAMS * STREAMS], post_scale, comb_scale;
+};
+DEVICE Gates gates_of(const Mixing& m) {
+  Gates gates;
+#pragma unroll
+  for (u32 k = 0; k < STREAMS; ++k) gates.post[k] = m.base[STREAMS + k];
+#pragma unroll
+  for (u32 k = 0; k < STREAMS * STREAMS; ++k) gates.comb[k] = m.base[2u * STREAMS + k];
+  gates.post_scale = m.scale[1], gates.comb_scale = m.scale[2];
+  return gates;
+}
+
+// One row, by one thread: post and comb from its mixes. As in halma.ops.hyper_connection the matrix stays
+// diag(a) S diag(b), and a half round renews a or b alone: 1 / b = S^T a + eps / b.
+DEVICE void way_back(const Mixing& m, const Gates& gates, u32 row, float* to) {
+  float mix[HANDED], s[STREAMS][STREAMS], a[STREAMS], b[STREAMS], over_a[STREAMS], over_b[STREAMS];
+  const Quad* from = reinterpret_cast<const Quad*>(m.mixes + row * HANDED);
+#pragma unroll
+  for (u32 k = 0; k < HANDED / 4u; ++k) {
+    Quad four = from[k];
+#pragma unroll
+    for (u32 e = 0; e < 4u; ++e) mix[4u * k + e] = float_of(four.word[e]);
+  }
+#pragma unroll
+  for (u32 k = 0; k < STREAMS; ++k) to[k] = 2.0f * sigmoid(multiply_add(mix[k], gates.post_scale, gates.post[k]));
+#pragma unroll
+  for (u32 j = 0; j < STREAMS; ++j) {
+#pragma unroll
+    for (u32 k = 0; k < STREAMS; ++k)
+      s[j][k] = multiply_add(mix[STREAMS * (j + 1u) + k], gates.comb_scale, gates.comb[STREAMS * j + k]);
+    float low = s[j][0] > s[j][1] ? s[j][0] : s[j][1], high = s[j][2] > s[j][3] ? s[j][2] : s[j][3];
+    float most = low > high ? low : high;
+#pragma unroll
+    for (u32 k = 0; k < STREAMS; ++k) s[j][k] = exponential(add(s[j][k], -most));
+    float share = reciprocal(add(add(s[j][0], s[j][1]), add(s[j][2], s[j][3])));
+#pragma unroll
+    for (u32 k = 0; k < STREAMS; ++k) s[j][k] = multiply_add(s[j][k], share, m.hc_eps);
+    a[j] = b[j] = over_a[j] = over_b[j] = 1.0f;
+  }
+#pragma unroll 1
+  for (u32 turn = 0; turn < m.iterations; ++turn) {
+    if (turn != 0u) {
+#pragma unroll
+      for (u32 j = 0; j < STREAMS; ++j) {
+        over_a[j] = multiply(over_a[j], m.hc_eps);
+#pragma unroll
+        for (u32 k = 0; k < STREAMS; ++k) over_a[j] = multiply_add(s[j][k], b[k], over_a[j]);
+        a[j] = reciprocal(over_a[j]);
+      }
+    }
+#pragma unroll
+    for (u32 k = 0; k < STREAMS; ++k) {
+      over_b[k] = multiply(over_b[k], m.hc_eps);
+#pragma unroll
+      for (u32 j = 0; j < STREAMS; ++j) over_b[k] = multiply_add(s[j][k], a[j], over_b[k]);
+      b[k] = reciprocal(over_b[k]);
+    }
+  }
+#pragma unroll
+  for (u32 j = 0; j < STREAMS; ++j)
+#pragma unroll
+    for (u32 k = 0; k < STREAMS; ++k) to[STREAMS * (j + 1u) + k] = multiply(multiply(s[j][k], a[j]), b[k]);
+}
+
+// ------------------------------------------------------------------------------------ the sum over ranks
+template <int D> DEVICE Quad sum_of(const Quad* others, const Quad& mine, u32 rank) {
+  Quad data[SIZE], sum;
+#pragma unroll
+  for (u32 p = 0; p < SIZE; ++p) data[p] = in_order(others, mine, rank, p);
+#pragma unroll
+  for (u32 k = 0; k < 4u; ++k) {
+    u32 words[SIZE];
+#pragma unroll
+    for (u32 p = 0; p < SIZE; ++p) words[p] = data[p].word[k];
+    sum.word[k] = sum_words<D, SIZE>(words);
+  }
+  return sum;
+}
+
+// Unit i of the message, awaited, added up and laid down for its row.
+template <int D> DEVICE void take_unit(const Args& a, const Turn& t, u32 i, const Quad& mine, u32* to, bool& alive) {
+  u32 rank = rank_of(a);
+  Quad others[1][OTHERS];
+  alive = alive && poll_sentinel<1, OTHERS>(a, t, i, 0u, ~0u, [=](u32 q) { return other(rank, q); }, others);
+  Quad sum = alive ? sum_of<D>(others[0], mine, rank) : POISON;
+#pragma unroll
+  for (u32 k = 0; k < 4u; ++k) to[k] = sum.word[k];
+}
+
+// ---------------------------------------------------------------------------------------- two columns of a row
+// The new streams at this lane's columns, one word a stream.
+template <int D> DEVICE void mix_back(const float* way, u32 y, const u32* old, u32* now) {
+  float sum[2], was[STREAMS][2];
+  Numbers<D>::widen(y, sum);
+#pragma unroll
+  for (u32 j = 0; j < STREAMS; ++j) Numbers<D>::widen(old[j], was[j]);
+#pragma unroll
+  for (u32 k = 0; k < STREAMS; ++k) {
+    float value[2];
+#pragma unroll
+    for (u32 c = 0; c < 2u; ++c) {
+      value[c] = multiply(way[k], sum[c]);
+#pragma unroll
+      for (u32 j = 0; j < STREAMS; ++j) value[c] = multiply_add(way[STREAMS * (j + 1u) + k], was[j][c], value[c]);
+    }
+    now[k] = Numbers<D>::narrow(value);
+  }
+}
+
+template <int D> DEVICE u32 normed(const float* pre, float scale, const float* weight, const u32* now) {
+  float x[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (u32 i = 0; i < STREAMS; ++i) {
+    float value[2];
+    Numbers<D>::widen(now[i], value);
+#pragma unroll
+    for (u32 c = 0; c < 2u; ++c) x[c] = multiply_add(pre[i], value[c], x[c]);
+  }
+  Numbers<D>::widen(Numbers<D>::narrow(x), x);  // x is rounded before its norm, as the carrier holds it
+#pragma unroll
+  for (u32 c = 0; c < 2u; ++c) x[c] = multiply(multiply(x[c], scale), weight[c]);
+  return Numbers<D>::narrow(x);
+}
+
+template <int D> DEVICE void weight_of(const Mixing& m, u32 column, float* to) {
+  if (m.wide_weight) {
+    to[0] = reinterpret_cast<const float*>(m.weight)[column], to[1] = reinterpret_cast<const float*>(m.weight)[column + 1u];
+  } else {
+    Numbers<D>::widen(reinterpret_cast<const u32*>(m.weight)[column / 2u], to);
+  }
+}
+
+// fn's values at two columns: f[k][i] are those of this warp's mix k and stream i.
+DEVICE void weights_of(const Mixing& m, u32 warp, u32 column, bool there, float (*f)[STREAMS][2]) {
+#pragma unroll
+  for (u32 k = 0; k < 3u; ++k)
+#pragma unroll
+    for (u32 i = 0; i < STREAMS; ++i) {
+      u64 at = (static_cast<u64>(3u * warp + k) * STREAMS + i) * m.width + column;
+      u64 both = there ? *reinterpret_cast<const u64*>(m.fn + at) : 0u;
+      f[k][i][0] = float_of(static_cast<u32>(both)), f[k][i][1] = float_of(static_cast<u32>(both >> 32));
+    }
+}
+
+// Entries of the Gram matrix in the order 00 01 02 03 11 12 13 22 23 33.
+DEVICE u32 gram_row(u32 entry) { return entry < 4u ? 0u : entry < 7u ? 1u : entry < 9u ? 2u : 3u; }
+DEVICE u32 gram_column(u32 entry) { return entry - (entry < 4u ? 0u : entry < 7u ? 3u : entry < 9u ? 5u : 6u); }
+
+// What a group adds to this warp's five sums of each row: three mixes, then one or two entries of the Gram matrix.
+template <int D, u32 ROWS>
+DEVICE void add_group(const Shared& s, u32 warp, u32 lane, const float (*f)[STREAMS][2], float (*sums)[ROWS]) {
+#pragma unroll
+  for (u32 r = 0; r < ROWS; ++r)
+#pragma unroll
+    for (u32 i = 0; i < STREAMS; ++i) {
+      float value[2];
+      Numbers<D>::widen(s.now[r][i][lane], value);
+#pragma unroll
+      for (u32 k = 0; k < 3u; ++k)
+#pragma unroll
+        for (u32 c = 0; c < 2u; ++c) sums[k][r] = multiply_add(f[k][i][c], value[c], sums[k][r]);
+    }
+#pragma unroll
+  for (u32 k = 3u; k < 5u; ++k) {
+    u32 entry = warp + (k - 3u) * WARPS;
+    if (entry >= HALMA_PART_SUMS - 24u) continue;
+#pragma unroll
+    for (u32 r = 0; r < ROWS; ++r) {
+      float one[2], two[2];
+      Numbers<D>::widen(s.now[r][gram_row(entry)][lane], one);
+      Numbers<D>::widen(s.now[r][gram_column(entry)][lane], two);
+#pragma unroll
+      for (u32 c = 0; c < 2u; ++c) sums[k][r] = multiply_add(one[c], two[c], sums[k][r]);
+    }
+  }
+}
+
+// N sums over the lanes at once: a lane comes back with number lane / (warp / N). Each is added up in the same order
+// as if it were alone, since at every step the addends are those of two lanes that differ in one bit.
+template <u32 N> DEVICE float over_lanes(float* values) {
+  u32 lane = threadIdx.x % HALMA_WARP, mask = HALMA_WARP / 2u;
+#pragma unroll
+  for (u32 half = N / 2u; half > 0u; half /= 2u, mask /= 2u) {
+    bool upper = (lane & mask) != 0u;
+#pragma unroll
+    for (u32 i = 0; i < half; ++i) {
+      float sent = upper ? values[i] : values[i + half], kept = upper ? values[i + half] : values[i];
+      values[i] = add(kept, shuffle_xor(sent, mask));
+    }
+  }
+#pragma unroll
+  for (; mask > 0u; mask /= 2u) values[0] = add(values[0], shuffle_xor(values[0], mask));
+  return values[0];
+}
+
+// ---------------------------------------------------------------------------------------- sums over the blocks
+DEVICE u8* part_at(const Mixing& m, u32 row, u32 sum, u32 block) {
+  return m.parts + 8ull * ((row * HALMA_PART_SUMS + sum) * HALMA_PART_BLOCKS + block);
+}
+
+template <u32 ROWS> DEVICE void publish(const Mixing& m, const Turn& t, u32 warp, u32 lane, float (*sums)[ROWS]) {
+  const u32 span = HALMA_WARP / ROWS;
+#pragma unroll
+  for (u32 k = 0; k < 5u; ++k) {
+    u32 sum = k < 3u ? 3u * warp + k : 24u + warp + (k - 3u) * WARPS;
+    if (sum >= HALMA_PART_SUMS) continue;
+    float total = over_lanes<ROWS>(sums[k]);
+    if (lane / span < m.rows && lane % span == k % span)
+      HALMA_ORDER_PART_STORE(part_at(m, lane / span, sum, blockIdx.x), static_cast<u64>(t.epoch) << 32 | bits_of(total));
+  }
+}
+
+// N whole sums at once, of which `at(i)` says where number i's parts begin, or 0 for none: over_lanes() says who comes
+// back with which. Equal bits in every block. NaN where the wait failed, or was not begun after a fault.
+template <u32 N, typename At> DEVICE float gather(const Args& a, const Turn& t, At at, bool& alive) {
+  u32 lane = threadIdx.x % HALMA_WARP;
+  bool first = 2u * lane < gridDim.x, second = 2u * lane + 1u < gridDim.x;
+  const u8* from[N];
+  Pair words[N];
+#pragma unroll
+  for (u32 i = 0; i < N; ++i) {
+    from[i] = first ? at(i) : 0;
+    words[i] = Pair{0u, 0u};
+  }
+  Wait wait{0u, 0u};
+  while (alive) {
+    bool here = true;
+#pragma unroll
+    for (u32 i = 0; i < N; ++i)
+      if (from[i] != 0) words[i] = HALMA_ORDER_PART_LOAD(from[i] + 16ull * lane);
+#pragma unroll
+    for (u32 i = 0; i < N; ++i)
+      here &= from[i] == 0 || (static_cast<u32>(words[i].low >> 32) == t.epoch &&
+                               (!second || static_cast<u32>(words[i].high >> 32) == t.epoch));
+    if (here) break;
+    auto culprit = [&](u32& who, u32& what) {
+      who = rank_of(a);  // a block of this very rank
+#pragma unroll
+      for (u32 i = 0; i < N; ++i)
+        if (from[i] != 0 && static_cast<u32>(words[i].low >> 32) != t.epoch)
+          what = static_cast<u32>(words[i].low >> 32);
+        else if (from[i] != 0 && second && static_cast<u32>(words[i].high >> 32) != t.epoch)
+          what = static_cast<u32>(words[i].high >> 32);
+    };
+    alive = again(a, t, wait, algorithm_of(a), culprit);
+  }
+  float values[N];
+#pragma unroll
+  for (u32 i = 0; i < N; ++i) {
+    values[i] = float_of(static_cast<u32>(words[i].low));
+    if (second) values[i] = add(values[i], float_of(static_cast<u32>(words[i].high)));
+    if (!alive) values[i] = float_of(~0u);
+  }
+  return over_lanes<N>(values);
+}
+
+// Sums that the rest of the block waits for: slot 16 r + w of row r is pre's mix w, or entry w - 4 of the Gram matrix.
+template <u32 ROWS> DEVICE void gather_urgent(const Args& a, const Turn& t, const Mixing& m, Shared& s, bool& alive) {
+  const u32 EACH = URGENT_SLOTS * ROWS / WARPS, N = EACH < 8u ? EACH : 8u;
+  u32 lane = threadIdx.x % HALMA_WARP, begin = threadIdx.x / HALMA_WARP * EACH;
+#pragma unroll 1
+  for (u32 from = begin; from < begin + EACH; from += N) {
+    auto at = [=](u32 i) -> const u8* {
+      u32 row = (from + i) / URGENT_SLOTS, which = (from + i) % URGENT_SLOTS;
+      if (row >= m.rows || which >= URGENT) return 0;
+      return part_at(m, row, which < STREAMS ? which : 24u + which - STREAMS, 0u);
+    };
+    float total = gather<N>(a, t, at, alive);
+    if (lane % (HALMA_WARP / N) == 0u) s.sum[from + lane / (HALMA_WARP / N)] = total;
+  }
+}
+
+// The other mixes, which nobody waits for before the next call of this kind: by spare warps, four of a row at a time,
+// beside the four sums of squares that they are divided by.
+DEVICE void hand_on(const Args& a, const Turn& t, const Mixing& m, bool alive) {
+  const u32 SPAN = HALMA_WARP / 8u, FOURS = HANDED / 4u;
+  u32 lane = threadIdx.x % HALMA_WARP;
+#pragma unroll 1
+  for (u32 item = blockIdx.x; item < FOURS * m.rows; item += gridDim.x) {
+    u32 row = item / FOURS, four = item % FOURS;
+    auto at = [=](u32 i) -> const u8* {
+      u32 square = i == 0u ? 24u : i == 1u ? 28u : i == 2u ? 31u : 33u;
+      return part_at(m, row, i < 4u ? square : 4u * four + i, 0u);
+    };
+    float total = gather<8u>(a, t, at, alive);
+    bool mix = lane >= 4u * SPAN;
+    float squares = mix ? 0.0f : total;
+    squares = add(squares, shuffle_xor(squares, SPAN));
+    squares = add(squares, shuffle_xor(squares, 2u * SPAN));
+    squares = add(squares, shuffle_xor(squares, 4u * SPAN));
+    float inverse = reciprocal_root(add(mean(squares, STREAMS * m.width), m.rms_eps));
+    if (mix && lane % SPAN == 0u) m.mixes[row * HANDED + 4u * four + lane / SPAN - 4u] = multiply(total, inverse);
+  }
+}
+
+// pre of a row, and the factor of its norm.
+DEVICE float weigh(const Mixing& m, const float* sum, const float* base, float scale, float* pre) {
+  const float* g = sum + STREAMS;
+  float trace = add(add(g[0], g[4]), add(g[7], g[9]));
+  float inverse = reciprocal_root(add(mean(trace, STREAMS * m.width), m.rms_eps));
+#pragma unroll
+  for (u32 i = 0; i < STREAMS; ++i) pre[i] = add(sigmoid(multiply_add(multiply(sum[i], inverse), scale, base[i])), m.hc_eps);
+  float square = 0.0f;
+#pragma unroll
+  for (u32 i = 0; i < STREAMS; ++i) {
+    float line = 0.0f;
+#pragma unroll
+    for (u32 j = i + 1u; j < STREAMS; ++j) line = multiply_add(pre[j], g[i == 0u ? j : i == 1u ? 3u + j : 5u + j], line);
+    u32 own = i == 0u ? 0u : i == 1u ? 4u : i == 2u ? 7u : 9u;
+    square = multiply_add(pre[i], multiply_add(pre[i], g[own], add(line, line)), square);
+  }
+  if (square < 0.0f) square = 0.0f;  // of rounding, where the streams all but cancel; a NaN stays
+  return reciprocal_root(add(mean(square, m.width), m.rms_eps));
+}
+
+// -------------------------------------------------------------------------------------------------- the kernel
+// What the spare warp does instead.
+DEVICE void serve_mixing(const Args& a, Turn t, const Mixing& m, const Gates& gates, Shared& s) {
+  settle(t);
+  spare_before(a, t);
+  u32 lane = threadIdx.x - t.threads;
+  if (lane < m.rows) way_back(m, gates, lane, s.way[lane]);
+  bool alive = !block_any(t.fault != 0u);  // all have read the epoch, and `way` is there
+  spare_after(a, t);
+  hand_on(a, t, m, alive);
+}
+
+// ONE: a block has one group of columns, and what it needs of it stays in registers. Else up to MOST_GROUPS of them.
+template <int D, u32 ROWS, bool ONE> DEVICE void mixed(const Args& a, const Mixing& m) {
+  __shared__ Shared s;
+  Turn t = stand(a);
+  const u32 lane = threadIdx.x % HALMA_WARP, warp = threadIdx.x / HALMA_WARP, width = m.width;
+  const u32 groups = ONE ? 1u : (width + COLUMNS * gridDim.x - 1u) / (COLUMNS * gridDim.x);
+  const u32 column = blockIdx.x * COLUMNS + 2u * lane, step = gridDim.x * COLUMNS;
+  const u32 unit = (warp * width + blockIdx.x * COLUMNS) / 8u + lane;
+  const bool row = !t.spare && warp < m.rows, mover = row && lane < UNITS;
+  const bool live = mover && blockIdx.x * COLUMNS + 8u * lane < width;
+  const u8* from = a.source + 16ull * unit;
+  settle_address(from);
+  Aim aimed = aim(a, 16ull * unit);
+  // Weights are at rest while calls are queued, so they are fetched before the wait for the grid before.
+  Gates gates;
+  float f[3][STREAMS][2], weight[2], base[STREAMS], scale = 0.0f;
+  if (t.spare) gates = gates_of(m);
+  if (!t.spare && ONE) weights_of(m, warp, column, column < width, f);
+  if (row && ONE && column < width) weight_of<D>(m, column, weight);
+  if (row) base[0] = m.next_base[0], base[1] = m.next_base[1], base[2] = m.next_base[2], base[3] = m.next_base[3];
+  if (row) scale = m.next_scale[0];
+  start(a, t);
+  Quad mine = quad_of(load16_now(from, live));
+  if (t.spare) return serve_mixing(a, t, m, gates, s);
+  u32 old[STREAMS], now[STREAMS];
+  const u32* streams = reinterpret_cast<const u32*>(m.streams + 2ull * (static_cast<u64>(warp) * STREAMS * width + column));
+  u32* out = reinterpret_cast<u32*>(a.out + 2ull * (static_cast<u64>(warp) * STREAMS * width + column));
+#pragma unroll
+  for (u32 j = 0; j < STREAMS; ++j) old[j] = ONE && row && column < width ? streams[j * (width / 2u)] : 0u;
+  settle(t);
+  bool alive = t.fault == 0u;
+  if (live && alive) {
+    Pair words = pair_of(without_sentinel(mine));
+#pragma unroll
+    for (u32 q = 0; q < OTHERS; ++q) HALMA_ORDER_SENTINEL_STORE(aimed.to[q] + turned(aimed, t), words);
+  }
+#pragma unroll 1
+  for (u32 g = 1u; g < groups; ++g) {
+    if (!mover || !alive || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
+    Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
+    push_sentinel(a, lane_box(a, t.epoch, rank_of(a)) + 16ull * (unit + g * (step / 8u)), without_sentinel(more));
+  }
+  if (live) take_unit<D>(a, t, unit, mine, s.y[warp] + 4u * lane, alive);
+#pragma unroll 1
+  for (u32 g = 1u; g < groups; ++g) {
+    if (!mover || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
+    Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
+    take_unit<D>(a, t, unit + g * (step / 8u), more, s.y[warp] + g * HALMA_WARP + 4u * lane, alive);
+  }
+  alive = !block_any(!alive);
+
+  float sums[5][ROWS];
+#pragma unroll
+  for (u32 k = 0; k < 5u; ++k)
+#pragma unroll
+    for (u32 r = 0; r < ROWS; ++r) sums[k][r] = 0.0f;
+#pragma unroll 1
+  for (u32 g = 0; g < groups; ++g) {
+    bool there = column + g * step < width;
+#pragma unroll
+    for (u32 j = 0; j < STREAMS; ++j) {
+      if (!ONE) old[j] = row && there ? streams[(g * step + j * width) / 2u] : 0u;
+      now[j] = 0u;
+    }
+    if (row && there) {
+      mix_back<D>(s.way[warp], alive ? s.y[warp][g * HALMA_WARP + lane] : ~0u, old, now);
+#pragma unroll
+      for (u32 j = 0; j < STREAMS; ++j) out[(g * step + j * width) / 2u] = now[j];
+    }
+#pragma unroll
+    for (u32 j = 0; j < STREAMS; ++j) s.now[warp][j][lane] = now[j];
+    if (!ONE) weights_of(m, warp, column + g * step, there, f);
+    barrier_among(t.threads);
+    add_group<D, ROWS>(s, warp, lane, f, sums);
+    if (!ONE) barrier_among(t.threads);
+  }
+  publish<ROWS>(m, t, warp, lane, sums);
+  gather_urgent<ROWS>(a, t, m, s, alive);
+  barrier_among(t.threads);
+
+  if (row) {
+    float pre[STREAMS];
+    float factor = weigh(m, s.sum + warp * URGENT_SLOTS, base, scale, pre);
+#pragma unroll 1
+    for (u32 g = 0; g < groups; ++g) {
+      if (column + g * step >= width) continue;
+      if (!ONE) weight_of<D>(m, column + g * step, weight);
+#pragma unroll
+      for (u32 j = 0; j < STREAMS; ++j)
+        if (!ONE) now[j] = out[(g * step + j * width) / 2u];  // this thread's own
+      reinterpret_cast<u32*>(m.norm_out)[(warp * width + column + g * step) / 2u] = normed<D>(pre, factor, weight, now);
+    }
+  }
+  if (time_to_scrub(t)) scrub(a, t, 0u, 0u, m.rows);
+}
+
+// Two grids fit the device together, whatever the ranks (C16): fewer threads than the other kernels, and more registers.
+#define MIX_KERNEL extern "C" __global__ void __launch_bounds__((WARPS + 1u) * HALMA_WARP, 2)
+#define MIXED(dtype, D)                                                                  \
+  MIX_KERNEL streams_1_##dtype(MIX_PARAMS) { mixed<D, 1, true>(PACKED, MIX_PACKED); }       \
+  MIX_KERNEL streams_2_##dtype(MIX_PARAMS) { mixed<D, 2, true>(PACKED, MIX_PACKED); }       \
+  MIX_KERNEL streams_4_##dtype(MIX_PARAMS) { mixed<D, 4, true>(PACKED, MIX_PACKED); }       \
+  MIX_KERNEL streams_8_##dtype(MIX_PARAMS) { mixed<D, 8, true>(PACKED, MIX_PACKED); }       \
+  MIX_KERNEL streams_wide_##dtype(MIX_PARAMS) { mixed<D, 8, false>(PACKED, MIX_PACKED); }
+MIXED(bfloat16, BF16)
+MIXED(float16, F16)
