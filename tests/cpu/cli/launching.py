@@ -5,16 +5,15 @@ A fresh Python imports torch for seconds, so most tests use :func:`forked`: proc
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from halma.hal.testing.ranks import PRELOADED
+from halma.cli.main import run
+from halma.hal.testing.forks import Fork
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SECONDS = 300
@@ -74,49 +73,14 @@ def ended(ranks: Sequence[subprocess.Popen[str]]) -> Ended:
 
 def forked(command: str, arguments: Sequence[Sequence[str]], folders: Sequence[Path] | None = None) -> Ended:
     """How ``halma command`` ends on each rank. ``folders``: where each of them runs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "halma.hal.testing.ranks"])
     world = len(arguments)
-    with tempfile.TemporaryDirectory() as scratch:
-        written = [(Path(scratch, f"{rank}.out"), Path(scratch, f"{rank}.err")) for rank in range(world)]
-        ranks = [
-            context.Process(target=_command, args=(line(command, world, mine), place, folder, *files), daemon=True)
-            for mine, place, folder, files in zip(
-                arguments, places(world), folders or [Path.cwd()] * world, written, strict=True
-            )
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(SECONDS)
-        hung = [number for number, rank in enumerate(ranks) if rank.exitcode is None]
-        for number in hung:
-            ranks[number].kill()
-        assert not hung, f"ranks {hung} did not end within {SECONDS} s"
-        texts = [(out.read_text(), err.read_text()) for out, err in written]
-    return without_traces([(rank.exitcode or 0, *pair) for rank, pair in zip(ranks, texts, strict=True)])
+    ranks = [
+        Fork(run, line(command, world, mine), environment=environment(**place), folder=folder)
+        for mine, place, folder in zip(arguments, places(world), folders or [None] * world, strict=True)
+    ]
+    return without_traces([(one.code, one.out, one.err) for one in [rank.end(SECONDS) for rank in ranks]])
 
 
 def without_traces(found: Ended) -> Ended:
     assert all("Traceback" not in text for _, *pair in found for text in pair), found
     return found
-
-
-def _command(arguments: list[str], place: Mapping[str, str], folder: Path, out: Path, err: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("HALMA_")]:
-        del os.environ[name]
-    os.environ.update(place)
-    os.chdir(folder)
-    for number, path in ((0, Path(os.devnull)), (1, out), (2, err)):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT)
-        os.dup2(handle, number)
-        os.close(handle)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    import torch
-
-    from halma.cli.main import run
-
-    torch.set_num_threads(1)
-    code = run(arguments)
-    sys.stderr.flush()
-    os._exit(code)  # past the end of a fork's own multiprocessing
