@@ -47,7 +47,8 @@ def capture(
     context: Annotated[int, typer.Option(help="Tokens of the longest request.")] = 512,
     chunk: Annotated[int, typer.Option(help="Most prompt tokens in one step.")] = 64,
     compare_unshared: Annotated[
-        bool, typer.Option("--compare-unshared", help="Capture each graph in a workspace of its own, too.")
+        bool,
+        typer.Option("--compare-unshared", help="Capture each graph in a workspace and a pool of its own, too: both."),
     ] = False,
     arena: Annotated[
         str | None, typer.Option(help="channel or slots: show the plan of the memory that ranks share, and stop.")
@@ -230,10 +231,17 @@ def _measure(team: Team, runner: V4Runner, order: str, *, scratch: bool, compare
 
 
 def _compared(report: SessionReport, apart: list[SessionReport]) -> dict[str, Any]:
-    """The same ladder, each graph with its own workspace, beside the shared one."""
+    """The same ladder, each graph with a workspace and a pool of its own, beside the shared ones."""
     total = sum(one.total_bytes for one in apart)
+    allocating: dict[str, int] = {}
+    for op, count in ((op, count) for one in apart for op, count in one.allocating.items()):
+        allocating[op] = allocating.get(op, 0) + count
     return {
         "total_bytes": total,
+        "workspace_bytes": sum(one.workspace_bytes for one in apart),
+        "pool_bytes": sum(one.pool_bytes for one in apart),
+        "graph_bytes": sum(one.graph_bytes for one in apart),
+        "allocating": dict(sorted(allocating.items())),
         "saved_bytes": total - report.total_bytes,
         "times": round(total / report.total_bytes, 2) if report.total_bytes else 0.0,
         "descriptors": [one.total_bytes for one in apart],
@@ -302,7 +310,11 @@ def _print(document: dict[str, Any]) -> None:
     ]
     if "unshared" in document:
         apart = document["unshared"]
-        summary.append(("unshared", f"{apart['total_bytes']:,} bytes, {apart['times']:g} times as many"))
+        summary += [
+            ("unshared", f"{apart['total_bytes']:,} bytes, {apart['times']:g} times as many"),
+            ("unshared, of it", f"workspaces {apart['workspace_bytes']:,}, pools {apart['pool_bytes']:,} bytes"),
+            ("unshared, made in pools", _made(apart["allocating"])),
+        ]
     print_table(("", ""), summary, title="")
     if "ranks" in document:
         rows = [tuple(f"{value:,}" for value in one.values()) for one in document["ranks"]]
@@ -310,11 +322,14 @@ def _print(document: dict[str, Any]) -> None:
 
 
 def _pool(document: dict[str, Any]) -> str:
-    made = ", ".join(f"{op} ({count})" for op, count in document["allocating"].items())
     return (
         f"{document['pool_bytes']:,} bytes for what ops allocate, grown by {document['pool_growth']:,} since it was "
-        f"primed; results made there: {made or 'none, only temporaries of library calls'}"
+        f"primed; results made there: {_made(document['allocating'])}"
     )
+
+
+def _made(allocating: dict[str, int]) -> str:
+    return ", ".join(f"{op} ({count})" for op, count in allocating.items()) or "none, only temporaries of library calls"
 
 
 def _beyond(document: dict[str, Any]) -> str:
