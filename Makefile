@@ -30,7 +30,7 @@ help:
 	@echo "make nightly  the slow rows"
 	@echo "make mutants  take each guard away and see its test go red: make mutants MUTANTS='--only G12 --output FILE.md'"
 	@echo "make bench    benchmarks on the CPU"
-	@echo "make gpu      tests/gpu and the conformance suite, on a machine with a GPU: make gpu BACKEND=cuda"
+	@echo "make gpu      what an accelerator must show, and one table of it: make gpu GPU='--jobs 3 --only capture,verify-on'"
 	@echo "make clean    remove .venv and caches"
 
 $(VENV)/bin/python:
@@ -83,8 +83,9 @@ bench: $(DEV)
 	$(BIN)/python -m benchmarks.cpu_decode
 
 BACKEND ?= cuda
+GPU ?= --jobs 3
 gpu: $(DEV)
-	$(BIN)/python -m pytest tests/gpu src/halma/hal/testing/conformance --halma-backend $(BACKEND) --halma-require-backend $(BACKEND)
+	$(BIN)/python -m ci.gpu_table --backend $(BACKEND) $(GPU)
 
 clean:
 	rm -rf $(VENV) .nox .halma build .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/halma.egg-info

@@ -4,9 +4,10 @@
     python -m benchmarks.allreduce --virtual --ranks 2      ours alone, ranks as streams of one GPU
 
 bf16, hidden size 4096; microseconds a call: median of ``--rounds`` replays, worst rank. One process a GPU, spawned here
-or by torchrun. NCCL is measured twice, in processes of their own: with graph mixing off, which is the one to compare
-with, and as it is, where adjacent calls in one graph cost about twice what they should. ``--virtual`` has no link
-between its ranks: its figures show what the protocol costs, and are marked so.
+or by torchrun. Everybody is measured in graphs, eagerly, and with ranks that enter late; a peer's last result is
+checked. NCCL is measured twice, in processes of their own: with graph mixing off, which is the one to compare with, and
+as it is, where adjacent calls in one graph cost about twice what they should. ``--virtual`` has no link between its
+ranks: its figures show what the protocol costs, and are marked so.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.allreduce_peers import peers
+from benchmarks.allreduce_peers import Peer, peers
 from benchmarks.ranks import Rank, Ranks, backend, process_ranks, start, virtual_ranks
 from benchmarks.virtual_ranks import SECOND, lay_out
 from halma.hal.collectives.contract import Algorithm, Call, Choice, Kind, Operands, StreamMix, Wire
@@ -41,6 +42,7 @@ STAGED = Choice(Algorithm.STAGED, Wire.FLAGS)
 STAGED_TWO_SHOT = Choice(Algorithm.STAGED_TWO_SHOT, Wire.FLAGS)
 SENTINEL_LARGEST, STAGED_LARGEST = 4 << 20, 256 << 10
 BOUND = 5 * SECOND
+EAGER, SKEWED = "eager", "skewed by 0 to 4 us, delays included"
 SKEW_CYCLES = 8000
 """About 4 us: the most that a rank is late, in the row of skewed calls."""
 
@@ -58,9 +60,14 @@ class Bench:
     def __init__(self, ranks: Ranks, rounds: int) -> None:
         self.ranks, self.rounds = ranks, rounds
 
-    def graph(self, program: Callable[[int], None], calls: int) -> float:
-        """us a call of ``calls`` times ``program(at)`` in one graph a rank; worst rank, everywhere the same."""
+    def graph(self, program: Callable[[int], None], calls: int, settle: Callable[[], None] | None = None) -> float:
+        """us a call of ``calls`` times ``program(at)`` in one graph a rank; worst rank, everywhere the same.
+
+        ``settle``: what comes between a capture and its first replay.
+        """
         graphs = [rank.capture(lambda at=at: _times(program, at, calls)) for at, rank in enumerate(self.ranks.here)]
+        if settle is not None:
+            settle()
         return self._timed(lambda at: graphs[at].replay(), calls)
 
     def eager(self, program: Callable[[int], None], calls: int) -> float:
@@ -191,8 +198,8 @@ def our_rows(ranks: Ranks, plain: Ranks, rounds: int, calls: int) -> dict[str, d
     row("ours, flags in words", ranks, SIZES[:4], lambda on, n: ours(on, n, WORDS))
     row("ours, no dependent launch", plain, SIZES, push)
     row("ours, staged (as with unknown atomicity)", plain, SIZES, lambda on, n: ours(on, n, choice_for(n, staged=True)))
-    row("ours, eager", ranks, SIZES[:8], push, "eager")
-    row("ours, skewed by 0 to 4 us a call, delays included", ranks, SIZES[:8], _skewed)
+    row(f"ours, {EAGER}", ranks, SIZES[:8], push, "eager")
+    row(f"ours, {SKEWED}", ranks, SIZES[:8], _skewed)
     row("delays alone", ranks, SIZES[:1], lambda on, n: _delays(on))
     row("ours, fused", ranks, FUSED_SIZES, fused)
     row("ours, fused, no dependent launch", plain, FUSED_SIZES, fused)
@@ -212,7 +219,11 @@ def _delays(ranks: Ranks) -> Callable[[int], None]:
 
 
 def _skewed(ranks: Ranks, nbytes: int) -> Callable[[int], None]:
-    delay, call = _delays(ranks), ours(ranks, nbytes, choice_for(nbytes))
+    return _late(ranks, ours(ranks, nbytes, choice_for(nbytes)))
+
+
+def _late(ranks: Ranks, call: Callable[[int], None]) -> Callable[[int], None]:
+    delay = _delays(ranks)
 
     def program(at: int) -> None:
         delay(at)
@@ -225,24 +236,40 @@ def peer_rows(bench: Bench, calls: int, only: str | None) -> tuple[dict[str, dic
     """Rows of the peers, and why others are missing."""
     rows: dict[str, dict[int, float]] = {}
     missing: dict[str, str] = {}
-    for name, plain, fused, reason in peers(HIDDEN):
-        if only is not None and name != only:
-            break
-        if reason:
+    for name, peer, reason in peers(HIDDEN):
+        if peer is None:
             missing[name] = reason
             continue
-        for title, make, sizes in ((name, plain, SIZES), (f"{name}, fused", fused, FUSED_SIZES)):
-            if make is None:
-                continue
-            rows[title] = {}
-            for nbytes in sizes:
-                x, residual = (torch.ones(nbytes // 2 // HIDDEN, HIDDEN, device="cuda").bfloat16() for _ in range(2))
-                weight = torch.ones(HIDDEN, device="cuda").bfloat16()
-                arguments: Any = (x,) if make is plain else (x, residual, weight, EPS)
-                queue = make(*arguments)
-                queue()
-                rows[title][nbytes] = bench.graph(lambda _, queue=queue: queue(), calls if nbytes <= 1 << 20 else 10)
+        ways = [(name, "graph", SIZES), (f"{name}, {SKEWED}", "skewed", FUSED_SIZES)]
+        ways += [(f"{name}, {EAGER}", "eager", FUSED_SIZES)] if peer.eager else []
+        ways += [(f"{name}, fused", "fused", FUSED_SIZES)] if peer.fused is not None else []
+        for title, way, sizes in ways:
+            found = {n: _peer_figure(bench, peer, way, n, calls if n <= 1 << 20 else 10) for n in sizes}
+            rows[title] = {n: us for n, us in found.items() if us is not None}
+            wrong = [str(n) for n, us in found.items() if us is None]
+            if wrong:
+                missing[title] = f"its result is wrong at {', '.join(wrong)} bytes"
+        if name == only:
+            break
     return rows, missing
+
+
+def _peer_figure(bench: Bench, peer: Peer, way: str, nbytes: int, calls: int) -> float | None:
+    """us a call; None where the result of the last call is wrong on a rank."""
+    x, residual = (torch.ones(nbytes // 2 // HIDDEN, HIDDEN, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.ones(HIDDEN, device="cuda").bfloat16()
+    fused = peer.fused if way == "fused" else None
+    made = peer.plain(x) if fused is None else fused(x, residual, weight, EPS)
+    made.queue()
+
+    def program(_: int) -> None:
+        made.queue()
+
+    if way == "eager":
+        took = bench.eager(program, calls)
+    else:
+        took = bench.graph(_late(bench.ranks, program) if way == "skewed" else program, calls, peer.settle)
+    return took if all(bench.ranks.gather(made.right())) else None
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -345,10 +372,15 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _renamed(result: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    for rows in result["calls"].values():
-        if old in rows:
-            rows[new] = rows.pop(old)
+    """``old`` and its variants ("old, eager") under a new name."""
+    for calls, rows in result["calls"].items():
+        result["calls"][calls] = {_name(title, old, new): row for title, row in rows.items()}
     return result
+
+
+def _name(title: str, old: str, new: str) -> str:
+    head, comma, tail = title.partition(",")
+    return f"{new}{comma}{tail}" if head == old else title
 
 
 def _merged(results: Sequence[dict[str, Any]], calls: str) -> dict[str, dict[str, float]]:
@@ -360,10 +392,10 @@ def show(report: dict[str, Any]) -> None:
     print(f"{report['ranks']} ranks, {report['how']}; {report['device']}, torch {report['torch']}; us a call")
     names = [f"{n >> 10}K" if n < 1 << 20 else f"{n >> 20}M" for n in SIZES]
     for calls, rows in report["us"].items():
-        print(f"\n{calls} calls a graph\n{'':52s}" + "".join(f"{name:>8s}" for name in names))
+        print(f"\n{calls} calls a graph\n{'':76s}" + "".join(f"{name:>8s}" for name in names))
         for name, row in rows.items():
             cells = (row.get(str(n), row.get(n)) for n in SIZES)
-            print(f"{name:52s}" + "".join(f"{'-' if cell is None else format(cell, '.2f'):>8s}" for cell in cells))
+            print(f"{name:76s}" + "".join(f"{'-' if cell is None else format(cell, '.2f'):>8s}" for cell in cells))
     for name, why in report["missing"].items():
         print(f"left out: {name}: {why}")
     for line in report["failed"]:

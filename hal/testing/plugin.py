@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from halma.hal.testing.counting import count, held
+from halma.hal.testing.counting import count, count_wordlessly, held
 from halma.hal.testing.report import EVIDENCE, SessionReport, TestResult
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
         capabilities = cast("list[str]", config.getoption("--halma-require-capability"))
         _require_capabilities(_option(config, "--halma-backend"), capabilities)
     if _option(config, "--halma-report"):
-        config.pluginmanager.register(_Counter(), "halma-counter")
+        stop = count_wordlessly()
+        config.pluginmanager.register(_WordyCounter() if stop is None else _Counter(), "halma-counter")
+        if stop is not None:
+            config.add_cleanup(stop)
     if on_controller and (_option(config, "--halma-report") or _option(config, "--halma-row")):
         config.pluginmanager.register(_Recorder(config), "halma-recorder")
 
@@ -163,9 +166,6 @@ class _Counter:
     def __init__(self) -> None:
         self._before = 0
 
-    def pytest_assertion_pass(self, item: pytest.Item, lineno: int, orig: str, expl: str) -> None:
-        count()
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self._before = held()
@@ -188,6 +188,13 @@ class _Counter:
         report.user_properties = [pair for pair in report.user_properties if pair[0] != _PROPERTY]
         report.user_properties.append((_PROPERTY, facts))
         return report
+
+
+class _WordyCounter(_Counter):
+    """Where pytest cannot be asked to count alone."""
+
+    def pytest_assertion_pass(self, item: pytest.Item, lineno: int, orig: str, expl: str) -> None:
+        count()
 
 
 def _evidence_of(item: pytest.Item) -> str:

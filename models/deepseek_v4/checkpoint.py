@@ -112,11 +112,22 @@ def load_case(
         ModelError: the file holds no such model.
     """
     path = Path(path)
+    config = case_config(path)
+    with FileSource(read_header(path), str(path)) as files:
+        return load_source(config, TransformersSource(files, prefix), options, progress=progress)
+
+
+def case_config(path: Path) -> V4Config:
+    """The configuration of the model that a golden case brings; nothing is loaded.
+
+    Raises:
+        ModelError: the file holds no such model.
+    """
     if not path.is_file():
         raise ModelError(
             "the case does not exist", asked=str(path), found="no such file", do="give a .safetensors file"
         )
-    entries = read_header(path)
+    read_header(path)
     metadata = _metadata(path)
     text = metadata.get("official_config") or metadata.get("config")
     try:
@@ -132,9 +143,7 @@ def load_case(
             found=f"metadata keys: {', '.join(sorted(metadata)) or 'none'}",
             do="give a file whose metadata has official_config or config",
         )
-    config = V4Config.from_dict(raw, f"{path}, metadata")
-    with FileSource(entries, str(path)) as files:
-        return load_source(config, TransformersSource(files, prefix), options, progress=progress)
+    return V4Config.from_dict(raw, f"{path}, metadata")
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from halma.hal.backend import Backend
 from halma.hal.errors import ModelError
 from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.config import V4Config
+from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
 from halma.models.deepseek_v4.weights import V4Weights
 
@@ -119,7 +121,18 @@ class CaseModel:
 
 
 Loader = Callable[[str, torch.dtype], CaseModel]
-"""(arithmetic, carrier) -> model."""
+"""(arithmetic, carrier) -> model, of several ranks this one's part."""
+
+Divide = Callable[[V4Config, int, torch.dtype], AbstractContextManager[Ranks]]
+"""(configuration, most rows of a step, carrier) -> the ranks that share the model, while the block runs."""
+
+LONGEST_CHUNK = 64
+"""Prompt tokens of a request in one step."""
+
+
+def alone(config: V4Config, tokens: int, carrier: torch.dtype) -> AbstractContextManager[Ranks]:
+    """One rank holds the model whole."""
+    return nullcontext(ONE_RANK)
 
 
 # -- driving a runner with given tokens -----------------------------------------------------------------
@@ -135,20 +148,22 @@ def force(
     graph: bool,
     arithmetic: str,
     carrier: torch.dtype,
+    ranks: Ranks = ONE_RANK,
     checked: bool = False,
     tap: Callable[[str, torch.Tensor], None] | None = None,
     after: Callable[[V4Runner], None] | None = None,
 ) -> torch.Tensor:
-    """Feed ``tokens`` [R, L] and return the logits [R, L, V] of every position.
+    """Feed ``tokens`` [R, L] and return the logits [R, L, V] of every position, on every rank.
 
     Args:
-        prefill: tokens of the prompt, fed in chunks of at most 64.
+        prefill: tokens of the prompt, fed in chunks of at most ``LONGEST_CHUNK``.
         step: tokens per request and step after it.
+        ranks: those that share ``model``, each with its part of it.
         tap: watches intermediate values (eager only).
         after: called with the runner at the end, to look at the final state.
     """
     requests, length = tokens.shape
-    chunk = max(min(64, prefill), step)
+    chunk = max(min(LONGEST_CHUNK, prefill), step)
     options = RunnerOptions(
         max_requests=requests,
         max_context=length,
@@ -159,14 +174,14 @@ def force(
         checked=checked,
         arithmetic=arithmetic,
     )
-    runner = V4Runner(model.config, model.weights, backend, options, carrier=carrier, tap=tap)
+    runner = V4Runner(model.config, model.weights, backend, options, carrier=carrier, ranks=ranks, tap=tap)
     try:
         parts = list(_parts(length, prefill, chunk, step))
         widths = {chunk if begin < prefill else step for begin, _ in parts}
         shapes = [Descriptor("prefill", requests, w, c, "all") for w in sorted(widths) for c in runner.capacities]
         runner.prepare(shapes)
         occupy(runner, requests)
-        found = torch.empty(requests, length, model.config.vocab_size, dtype=runner.model.accumulator)
+        found = torch.empty(requests, length, model.config.vocab_size // ranks.size, dtype=runner.model.accumulator)
         for begin, end in parts:
             width = chunk if begin < prefill else step
             capacity = next(c for c in runner.capacities if c >= end)
@@ -177,7 +192,8 @@ def force(
             found[:, begin:end].copy_(logits.view(requests, width, -1)[:, : end - begin])
         if after is not None:
             after(runner)
-        return found
+        ranks.poll()
+        return torch.cat(ranks.values("logits", found), -1)
     finally:
         runner.close()
 
@@ -205,11 +221,20 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, sigma: float) -> floa
     return float((found.double() - expected.double()).abs().max()) / sigma
 
 
-def verify(path: Path, load: Loader, backend: Backend, *, graph: bool = False, tokens_per_step: int = 1) -> CaseReport:
-    """Run one case and compare it by its own tolerance.
+def verify(
+    path: Path,
+    load: Loader,
+    backend: Backend,
+    *,
+    graph: bool = False,
+    tokens_per_step: int = 1,
+    divide: Divide = alone,
+) -> CaseReport:
+    """Run one case and compare it by its own tolerance. Of several ranks each compares all of it.
 
     Args:
         load: gives the model; for a random file the case's own weights.
+        divide: gives the ranks; a case with roundings is one rank's alone.
         graph: replay instead of running eagerly; intermediate values are compared in eager runs only.
         tokens_per_step: tokens a request and step after the prompt.
     """
@@ -218,11 +243,11 @@ def verify(path: Path, load: Loader, backend: Backend, *, graph: bool = False, t
     case = CaseFile(path)
     report = CaseReport(path.stem, "shipping" if case.quantised else "exact", graph, tokens_per_step)
     if case.random:
-        golden_random.compare(case, load, backend, report)
+        golden_random.compare(case, load, backend, report, divide)
     elif case.quantised:
         golden_quantised.compare(case, load, backend, report)
     else:
-        golden_tiny.compare(case, load, backend, report)
+        golden_tiny.compare(case, load, backend, report, divide)
     return report
 
 

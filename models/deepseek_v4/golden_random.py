@@ -9,9 +9,11 @@ import torch
 from halma.hal.backend import Backend
 from halma.models.deepseek_v4.golden import (
     EXACT_TOLERANCE,
+    LONGEST_CHUNK,
     CaseFile,
     CaseReport,
     Check,
+    Divide,
     Loader,
     deviation,
     force,
@@ -37,24 +39,27 @@ class _Trace:
             self.routes[layer].append(self._pending)
 
 
-def compare(case: CaseFile, load: Loader, backend: Backend, report: CaseReport) -> None:
+def compare(case: CaseFile, load: Loader, backend: Backend, report: CaseReport, divide: Divide) -> None:
     """Prefill the prompt, feed the expected tokens, compare logits, tokens, streams and expert choices."""
     model = load("exact", torch.float32)
     ids, tokens = case["input.ids"], case["out.tokens"]
     prompt = ids.shape[1]
     fed = torch.cat([ids, tokens[:, :-1]], dim=1)
     trace = None if report.graph else _Trace()
-    logits = force(
-        backend,
-        model,
-        fed,
-        prefill=prompt,
-        step=report.tokens_per_step,
-        graph=report.graph,
-        arithmetic="exact",
-        carrier=torch.float32,
-        tap=trace,
-    )
+    rows = len(fed) * max(LONGEST_CHUNK, report.tokens_per_step)
+    with divide(model.config, rows, torch.float32) as ranks:
+        logits = force(
+            backend,
+            model,
+            fed,
+            prefill=prompt,
+            step=report.tokens_per_step,
+            graph=report.graph,
+            arithmetic="exact",
+            carrier=torch.float32,
+            ranks=ranks,
+            tap=trace,
+        )
     sigma = float(case.metadata["sigma"])
     report.checks += [
         Check("prefill logits", deviation(logits[:, :prompt], case["out.prefill_logits"], sigma), EXACT_TOLERANCE),

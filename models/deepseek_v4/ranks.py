@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from halma.hal.graph.arenas import SharedArena
 from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.preparation import check_world
+
+T = TypeVar("T")
 
 
 class Mixer(Protocol):
@@ -84,6 +86,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def values(self, what: str, value: T) -> list[T]:
+        """Each rank's host value, by rank; every rank asks. Not for a step: it waits for all."""
+        ...
+
     def require_same(self, what: str, values: Sequence[object]) -> None:
         """Whether the values are equal on all ranks; every rank asks.
 
@@ -125,6 +131,10 @@ class OneRank:
 
     def poll(self) -> None:
         """There are no faults."""
+
+    def values(self, what: str, value: T) -> list[T]:
+        """Its own."""
+        return [value]
 
     def require_same(self, what: str, values: Sequence[object]) -> None:
         """They are."""
@@ -198,6 +208,10 @@ class ManyRanks:
     def poll(self) -> None:
         """See :meth:`Ranks.poll`."""
         self._communicator.poll()
+
+    def values(self, what: str, value: T) -> list[T]:
+        """See :meth:`Ranks.values`."""
+        return self._ranks.exchange(what, value)
 
     def require_same(self, what: str, values: Sequence[object]) -> None:
         """See :meth:`Ranks.require_same`; 8 bytes a value are exchanged."""

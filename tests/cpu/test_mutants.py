@@ -87,6 +87,7 @@ def changed(root: Path, old: str = "", new: str = "") -> tuple[Mutant, ...]:
     return load(root / "table", root=root)
 
 
+@pytest.mark.nightly
 def test_verdicts(checkout: Path, tmp_path: Path) -> None:
     copy = Copy(tmp_path / "copy", checkout)
     (good,) = changed(checkout)
@@ -105,6 +106,7 @@ def test_verdicts(checkout: Path, tmp_path: Path) -> None:
     assert "| W1-sign | hal/guarded.py:2 | " in markdown([found], ["G9"]) and "G9." in markdown([found], ["G9"])
 
 
+@pytest.mark.nightly
 def test_tests_that_are_red_without_the_mutant_prove_nothing(checkout: Path, tmp_path: Path) -> None:
     (checkout / "tests" / "test_it.py").write_text(TESTS.replace("== 1\n", "== 2\n"), encoding="utf-8")
     found = Copy(tmp_path / "copy", checkout).try_out(*changed(checkout))

@@ -17,6 +17,7 @@ import pytest
 
 from ci.judge import SENTINEL, Verdict, judge, main
 from ci.schema import Row
+from halma.hal.testing.counting import count_wordlessly
 
 PASSES = "def test_passes():\n    assert 1 + 1 == 2\n"
 SKIPPED = "import pytest\n\n@pytest.mark.skip(reason='no such device')\ndef test_needs_a_device():\n    assert False\n"
@@ -157,13 +158,50 @@ def test_none():
 """
 
 
+SPEAKS = """
+class Loud:
+    said = 0
+    def __repr__(self):
+        Loud.said += 1
+        return "loud"
+
+def test_one():
+    assert Loud()
+
+def test_two():
+    assert Loud.said == 0
+"""
+OTHER_PYTEST = """
+import halma.hal.testing.plugin as plugin
+plugin.count_wordlessly = lambda: None
+"""
+
+
 @pytest.mark.invariant("T4")
-def test_assertions_are_counted_one_by_one(tmp_path: Path) -> None:
-    done = session(tmp_path, test_a=COUNTS)
+@pytest.mark.parametrize("more", [{}, {"conftest": OTHER_PYTEST}], ids=["counted", "by the hook"])
+def test_assertions_are_counted_one_by_one(tmp_path: Path, more: dict[str, str]) -> None:
+    done = session(tmp_path, test_a=COUNTS, **more)
     assert done.report is not None
     assert [t["assertions"] for t in done.report["tests"]] == [3, 0]
     assert verdict(done, assertions=3).ok
     assert any("counted 3 assertions" in problem for problem in verdict(done, assertions=4).problems)
+
+
+def test_what_holds_is_not_put_into_words(tmp_path: Path) -> None:
+    """The words of 900,000 assertions, with tensors in them, were half of a pull request's time."""
+    done = session(tmp_path, test_a=SPEAKS)
+    assert done.report is not None and done.report["counts"] == {"passed": 2}
+    assert [t["assertions"] for t in done.report["tests"]] == [1, 1]
+
+
+def test_a_pytest_of_another_form_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.delattr("_pytest.assertion.rewrite._check_if_assertion_pass_impl")
+        stop = count_wordlessly()
+    assert stop is None
+    undo = count_wordlessly()
+    assert undo is not None
+    undo()
 
 
 @pytest.mark.invariant("T4")

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 
 from halma.hal.errors import CaptureError
 from halma.hal.graph.agreement import NoAgreement, Vote, settle
+from halma.hal.testing.forks import script
 
 SECONDS = 100
 """Bound of every wait for a process; the group's own is in the script."""
@@ -128,23 +126,9 @@ if case != "dies":
 
 def two_ranks(case: str, folder: Path) -> list[dict[str, Any]]:
     """What both ranks print; both end within the bound."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder / "store"), str(rank), case],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        ended = [rank.communicate(timeout=SECONDS) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads(out.strip().splitlines()[-1]) if out.strip() else {"stderr": err} for out, err in ended]
+    ranks = [script(RANK, str(folder / "store"), str(rank), case) for rank in (0, 1)]
+    ended = [rank.end(SECONDS) for rank in ranks]
+    return [json.loads(one.out.strip().splitlines()[-1]) if one.out.strip() else {"stderr": one.err} for one in ended]
 
 
 @pytest.mark.invariant("G26", control=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from halma.hal.testing.conformance.toys import (
     Toy,
     one_break,
 )
+from halma.hal.testing.forks import script
 
 FULL = CaptureMode.FULL
 
@@ -247,14 +246,9 @@ print(json.dumps({
 
 
 def child(backend: str, switch: str) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-c", CHILD, backend],
-        capture_output=True,
-        env={**os.environ, "HALMA_GRAPH": switch, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-        timeout=120,
-    )
-    return json.loads(run.stdout)  # empty, and so an error, if the child ran nothing
+    done = script(CHILD, backend, environment={**os.environ, "HALMA_GRAPH": switch}).end(120)
+    assert done.code == 0, done.err
+    return json.loads(done.out)  # empty, and so an error, if the child ran nothing
 
 
 @pytest.mark.invariant("G4")

@@ -16,14 +16,18 @@ import typer
 
 from halma.cli.capture_arena import show_arena
 from halma.cli.output import at_least_one, emit_json, print_table, progress_bar
+from halma.cli.team import Team, assembled, divisible
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from halma.hal.backend import Backend
     from halma.hal.graph.descriptor import Descriptor
     from halma.hal.graph.session_report import SessionReport
+    from halma.models.deepseek_v4.load import Loaded, ModelSource
+    from halma.models.deepseek_v4.ranks import Ranks
     from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
@@ -43,53 +47,53 @@ def capture(
     context: Annotated[int, typer.Option(help="Tokens of the longest request.")] = 512,
     chunk: Annotated[int, typer.Option(help="Most prompt tokens in one step.")] = 64,
     compare_unshared: Annotated[
-        bool, typer.Option("--compare-unshared", help="Capture each graph in a workspace of its own, too.")
+        bool,
+        typer.Option("--compare-unshared", help="Capture each graph in a workspace and a pool of its own, too: both."),
     ] = False,
     arena: Annotated[
         str | None, typer.Option(help="channel or slots: show the plan of the memory that ranks share, and stop.")
     ] = None,
     world: Annotated[int, typer.Option(help="Ranks, for --arena.")] = 2,
     query_len: Annotated[int, typer.Option(help="Tokens a request in a step, drafts included, for --arena.")] = 1,
+    tp: Annotated[
+        int, typer.Option(help="Ranks that share the model: torchrun --nproc-per-node N -m halma capture --tp N ...")
+    ] = 1,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with a picture of memory over capture order.")] = None,
 ) -> None:
     """Capture a model's ladder and report each descriptor: nodes, milliseconds, bytes, why not."""
-    import halma
-
     limit = None if budget is None else byte_count("--budget", budget)
     left = byte_count("--reserve", reserve)
     for option, value in (("--context", context), ("--chunk", chunk)):
         at_least_one(option, value)
     wanted = _sizes(sizes, max_requests, order, limit, left)
     if arena is not None:
+        _refuse_ranks(tp, f"--arena {arena}", "--world N, which needs no ranks")
         show_arena(
             model, arena, backend=backend, world=world, sizes=wanted, query_len=query_len, chunk=chunk, json=json
         )
         return
     if html is not None:
         _refuse_unwritable(html)
-    chosen = halma.backend(backend)  # all before torch is imported: what is wrong is answered at once
-    from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model, with_need
-    from halma.models.deepseek_v4.runner import RunnerOptions
+    if compare_unshared:
+        _refuse_ranks(tp, "--compare-unshared", "one of the two: the ranks' memory has room for one ladder")
+    with assembled(tp, "capture") as team:
+        # Alone this comes before torch is imported: what is wrong is answered at once.
+        chosen = team.together("the backend", lambda: team.backend(backend))
+        from halma.models.deepseek_v4.load import resolve_model
 
-    source = resolve_model(model)
-    options = RunnerOptions(
-        max_requests=max_requests,
-        chunk=chunk,
-        batches=wanted,
-        graph=settings().graph,
-        eager_roles=settings().graph_switch.roles_off,
-        capture_prefill=True,
-        checked=settings().checked,
-        budget=limit,
-        reserve=left,
-        arithmetic=default_arithmetic(chosen, None),
-        environment_routes=settings().routes,
-    )
-    options = with_need(options, context, source.config)
-    with progress_bar("loading", disable=json) as loading:
-        loaded = load_v4(source, chosen, options, progress=loading)
-    result = _measure(loaded.runner, order, scratch=scratch, compare=compare_unshared, show_progress=not json)
+        source = team.together("the model", lambda: divisible(resolve_model(model), tp))
+        options = team.together(
+            "the options", lambda: _options(chosen, source, max_requests, wanted, context, chunk, limit, left)
+        )
+        silent = json or not team.speaks
+        with team.divided(chosen, source.config, max_requests * chunk) as ranks:
+            loaded = _loaded(team, source, chosen, options, ranks, silent=silent)
+            result = _measure(team, loaded.runner, order, scratch=scratch, compare=compare_unshared, silent=silent)
+            if team.size > 1:
+                result["ranks"] = _by_rank(team, ranks, result)
+    if not team.speaks:
+        return
     document = {"schema": "halma.capture/1", "model": loaded.name, **_limits(options), **result}
     if html is not None:
         _write_page(html, document)
@@ -97,6 +101,56 @@ def capture(
         emit_json(document)
     else:
         _print(document)
+
+
+def _refuse_ranks(tp: int, other: str, do: str) -> None:
+    if tp > 1:
+        raise RequestError("this is one rank's alone", asked=f"{other} with --tp {tp}", do=do)
+
+
+def _options(
+    backend: Backend,
+    source: ModelSource,
+    max_requests: int,
+    sizes: tuple[int, ...],
+    context: int,
+    chunk: int,
+    budget: int | None,
+    reserve: int,
+) -> RunnerOptions:
+    from halma.models.deepseek_v4.load import default_arithmetic, with_need
+    from halma.models.deepseek_v4.runner import RunnerOptions
+
+    options = RunnerOptions(
+        max_requests=max_requests,
+        chunk=chunk,
+        batches=sizes,
+        graph=settings().graph,
+        eager_roles=settings().graph_switch.roles_off,
+        capture_prefill=True,
+        checked=settings().checked,
+        budget=budget,
+        reserve=reserve,
+        arithmetic=default_arithmetic(backend, None),
+        environment_routes=settings().routes,
+    )
+    return with_need(options, context, source.config)
+
+
+def _loaded(
+    team: Team, source: ModelSource, backend: Backend, options: RunnerOptions, ranks: Ranks, *, silent: bool
+) -> Loaded:
+    from halma.models.deepseek_v4.load import load_v4
+
+    with progress_bar("loading", disable=silent) as loading:
+        return team.together("loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading))
+
+
+def _by_rank(team: Team, ranks: Ranks, result: dict[str, Any]) -> list[dict[str, int]]:
+    """What each rank's memory came to; in all other figures rank 0 speaks for itself."""
+    names = ("workspace_bytes", "graph_bytes", "pool_bytes", "pool_growth", "captured")
+    mine = {"arena_bytes": ranks.nbytes, **{name: result[name] for name in names}}
+    return [{"rank": rank, **one} for rank, one in enumerate(team.ranks.exchange("the report", mine))]
 
 
 def byte_count(option: str, text: str) -> int:
@@ -153,20 +207,23 @@ def _limits(options: RunnerOptions) -> dict[str, Any]:
     }
 
 
-def _measure(runner: V4Runner, order: str, *, scratch: bool, compare: bool, show_progress: bool) -> dict[str, Any]:
+def _measure(team: Team, runner: V4Runner, order: str, *, scratch: bool, compare: bool, silent: bool) -> dict[str, Any]:
     from halma.models.deepseek_v4.profiling import profile, unshared
 
     descriptors = runner.descriptors()
     begin = time.perf_counter()
-    with _capturing("capturing", len(descriptors), show_progress) as progress:
+
+    def captured() -> SessionReport:
         if scratch:
-            report = profile(runner, descriptors, order=order, progress=progress)
-        else:
-            runner.prepare(descriptors, progress, order)
-            report = runner.session.report()
+            return profile(runner, descriptors, order=order, progress=progress)
+        runner.prepare(descriptors, progress, order)
+        return runner.session.report()
+
+    with _capturing("capturing", len(descriptors), not silent) as progress:
+        report = team.together("capturing", captured)
     result = {"seconds": round(time.perf_counter() - begin, 3), **report.as_json()}
     if compare:
-        with _capturing("capturing unshared", len(descriptors), show_progress) as progress:
+        with _capturing("capturing unshared", len(descriptors), not silent) as progress:
             apart = unshared(runner, [row.descriptor for row in report.rows], progress=progress)
         result["unshared"] = _compared(report, apart)
     runner.close()
@@ -174,10 +231,17 @@ def _measure(runner: V4Runner, order: str, *, scratch: bool, compare: bool, show
 
 
 def _compared(report: SessionReport, apart: list[SessionReport]) -> dict[str, Any]:
-    """The same ladder, each graph with its own workspace, beside the shared one."""
+    """The same ladder, each graph with a workspace and a pool of its own, beside the shared ones."""
     total = sum(one.total_bytes for one in apart)
+    allocating: dict[str, int] = {}
+    for op, count in ((op, count) for one in apart for op, count in one.allocating.items()):
+        allocating[op] = allocating.get(op, 0) + count
     return {
         "total_bytes": total,
+        "workspace_bytes": sum(one.workspace_bytes for one in apart),
+        "pool_bytes": sum(one.pool_bytes for one in apart),
+        "graph_bytes": sum(one.graph_bytes for one in apart),
+        "allocating": dict(sorted(allocating.items())),
         "saved_bytes": total - report.total_bytes,
         "times": round(total / report.total_bytes, 2) if report.total_bytes else 0.0,
         "descriptors": [one.total_bytes for one in apart],
@@ -246,16 +310,26 @@ def _print(document: dict[str, Any]) -> None:
     ]
     if "unshared" in document:
         apart = document["unshared"]
-        summary.append(("unshared", f"{apart['total_bytes']:,} bytes, {apart['times']:g} times as many"))
+        summary += [
+            ("unshared", f"{apart['total_bytes']:,} bytes, {apart['times']:g} times as many"),
+            ("unshared, of it", f"workspaces {apart['workspace_bytes']:,}, pools {apart['pool_bytes']:,} bytes"),
+            ("unshared, made in pools", _made(apart["allocating"])),
+        ]
     print_table(("", ""), summary, title="")
+    if "ranks" in document:
+        rows = [tuple(f"{value:,}" for value in one.values()) for one in document["ranks"]]
+        print_table(("rank", "arena", "workspace", "graphs", "pool", "pool grown by", "captured"), rows, title="")
 
 
 def _pool(document: dict[str, Any]) -> str:
-    made = ", ".join(f"{op} ({count})" for op, count in document["allocating"].items())
     return (
         f"{document['pool_bytes']:,} bytes for what ops allocate, grown by {document['pool_growth']:,} since it was "
-        f"primed; results made there: {made or 'none, only temporaries of library calls'}"
+        f"primed; results made there: {_made(document['allocating'])}"
     )
+
+
+def _made(allocating: dict[str, int]) -> str:
+    return ", ".join(f"{op} ({count})" for op, count in allocating.items()) or "none, only temporaries of library calls"
 
 
 def _beyond(document: dict[str, Any]) -> str:

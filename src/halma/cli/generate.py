@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halma.cli.output import at_least_one, emit_json, print_table, progress_bar
-from halma.cli.team import Team, assembled
+from halma.cli.team import Team, assembled, divisible
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
 
@@ -62,12 +62,12 @@ def generate(
     at_least_one("--chunk", chunk)
     if context is not None:
         at_least_one("--context", context)
-    with assembled(tp) as team:
+    with assembled(tp, "generate") as team:
         # Alone this comes before torch is imported: a wrong name is answered at once.
         chosen = team.together("the backend", lambda: team.backend(backend))
         from halma.models.deepseek_v4.load import resolve_model
 
-        source = team.together("the model", lambda: _divisible(resolve_model(model), tp))
+        source = team.together("the model", lambda: divisible(resolve_model(model), tp))
         prompts = team.from_first(
             "the prompts", lambda: _prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
         )
@@ -89,13 +89,6 @@ def generate(
         emit_json(result)
     elif table if table is not None else sys.stdout.isatty():
         _print_summary(result)
-
-
-def _divisible(source: ModelSource, tp: int) -> ModelSource:
-    from halma.models.deepseek_v4.preparation import check_world
-
-    check_world(source.config, tp)
-    return source
 
 
 def _options(
@@ -137,7 +130,7 @@ def _generated(
     from halma.models.deepseek_v4.engine import Engine
     from halma.models.deepseek_v4.load import load_v4
 
-    with team.divided(source.config, backend, options) as ranks:
+    with team.divided(backend, source.config, max(options.max_requests, options.chunk)) as ranks:
         with progress_bar("loading", disable=silent) as loading:
             loaded = team.together("loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading))
         for note in loaded.notes if team.speaks else ():

@@ -24,11 +24,13 @@ from halma.hal.registry import default_registry
 from halma.hal.settings import settings
 
 if TYPE_CHECKING:
+    import torch
+
     from halma.hal.backend import Backend
     from halma.hal.collectives.contract import Ranks as HostRanks
     from halma.models.deepseek_v4.config import V4Config
+    from halma.models.deepseek_v4.load import ModelSource
     from halma.models.deepseek_v4.ranks import Ranks
-    from halma.models.deepseek_v4.runner import RunnerOptions
 
 REFUSED = 2
 LAST_WORDS = 5.0
@@ -56,13 +58,13 @@ class Place:
     attempt: str
 
     @staticmethod
-    def of(tp: int) -> Place | None:
-        """The place of this process in ``tp`` ranks; None where it is alone.
+    def of(tp: int, command: str) -> Place | None:
+        """The place of this process in ``tp`` ranks of ``halma command``; None where it is alone.
 
         Raises:
             RequestError: the launcher started another number of processes, or there is no launcher.
         """
-        line = f"torchrun --nproc-per-node {tp} -m halma generate --tp {tp} ..."
+        line = f"torchrun --nproc-per-node {tp} -m halma {command} --tp {tp} ..."
         if tp < 1:
             raise RequestError("--tp takes a number from 1 on", asked=f"--tp {tp}", do="--tp 1 or more")
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -166,8 +168,15 @@ class Team:
         return halma.backend(name)
 
     @contextlib.contextmanager
-    def divided(self, config: V4Config, backend: Backend, options: RunnerOptions) -> Iterator[Ranks]:
-        """The ranks as a model's steps see them, with the memory that their messages need."""
+    def divided(
+        self, backend: Backend, config: V4Config, tokens: int, carrier: torch.dtype | None = None
+    ) -> Iterator[Ranks]:
+        """The ranks as a model's steps see them, with the memory that their messages need.
+
+        Args:
+            tokens: most rows of a step.
+            carrier: dtype of activations; the backend's default.
+        """
         from halma.models.deepseek_v4.ranks import ONE_RANK, divided
 
         if self.size == 1:
@@ -177,9 +186,8 @@ class Team:
         from halma.models.deepseek_v4.load import default_carrier
 
         group = self.together("the group", lambda: halma.collectives(world=_world(backend), backend=backend))
-        tokens = max(options.max_requests, options.chunk)
         with contextlib.ExitStack() as held:
-            manager = divided(config, group, tokens=tokens, carrier=default_carrier(backend))
+            manager = divided(config, group, tokens=tokens, carrier=carrier or default_carrier(backend))
             yield self.together("the shared memory", lambda: held.enter_context(manager))
 
     def from_first(self, stage: str, work: Callable[[], T]) -> T:
@@ -188,8 +196,20 @@ class Team:
         return self.ranks.exchange(f"{stage}, from rank 0", mine)[0]
 
 
+def divisible(source: ModelSource, tp: int) -> ModelSource:
+    """``source``, which ``tp`` ranks can share.
+
+    Raises:
+        ModelError: they cannot; the numbers of ranks that can are named.
+    """
+    from halma.models.deepseek_v4.preparation import check_world
+
+    check_world(source.config, tp)
+    return source
+
+
 @contextlib.contextmanager
-def assembled(tp: int) -> Iterator[Team]:
+def assembled(tp: int, command: str) -> Iterator[Team]:
     """The ranks of this command, once all are there.
 
     Raises:
@@ -198,7 +218,7 @@ def assembled(tp: int) -> Iterator[Team]:
     """
     from halma.hal.collectives.ranks import DistributedRanks, SoloRanks
 
-    place = Place.of(tp)
+    place = Place.of(tp, command)
     if place is None:
         yield Team(SoloRanks())
         return

@@ -54,6 +54,8 @@ def test_what_sharing_saves_is_a_figure(halma: Halma) -> None:
     apart = found["unshared"]
     assert found["kind"] == "scratch" and len(apart["descriptors"]) == len(found["descriptors"])
     assert apart["total_bytes"] == sum(apart["descriptors"]) == found["total_bytes"] + apart["saved_bytes"]
+    assert apart["total_bytes"] == apart["workspace_bytes"] + apart["pool_bytes"] + apart["graph_bytes"]
+    assert apart["allocating"] == {}, "no program allocates on this backend; where one does its ops are listed"
     assert max(apart["descriptors"]) <= found["total_bytes"] < apart["total_bytes"] and apart["times"] > 1.2
 
 

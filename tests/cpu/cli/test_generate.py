@@ -11,36 +11,38 @@ from pathlib import Path
 
 import pytest
 
+from halma.cli.main import run
+from halma.hal.testing.forks import Ended, Fork
+
 DATA = Path(__file__).parents[3] / "src" / "halma" / "data" / "tiny-v4"
 CASES = Path(__file__).parents[2] / "data" / "cases"
 
 
-def halma(*arguments: str, stdin: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
+def surroundings(**more: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HALMA_")}
-    return subprocess.run(
-        [sys.executable, "-m", "halma", *arguments],
-        input=stdin,
-        capture_output=True,
-        env={**clean, "OMP_NUM_THREADS": "1", **environment},
-        timeout=240,
-        check=False,
-    )
+    return {**clean, "OMP_NUM_THREADS": "1", **more}
 
 
-def refused(run: subprocess.CompletedProcess[bytes], *words: str) -> None:
-    message = run.stderr.decode()
-    assert run.returncode == 2, (run.returncode, message)
-    assert message.startswith("halma: ") and "Traceback" not in message and not run.stdout
+def halma(*arguments: str, stdin: bytes = b"", **more: str) -> Ended:
+    return Fork(run, arguments, environment=surroundings(**more), stdin=stdin).end()
+
+
+def refused(done: Ended, *words: str) -> None:
+    assert done.code == 2, (done.code, done.err)
+    assert done.err.startswith("halma: ") and "Traceback" not in done.err and not done.out
     for word in words:
-        assert word in message, message
+        assert word in done.err, done.err
 
 
-def generate(*arguments: str, **kwargs) -> subprocess.CompletedProcess[bytes]:
+def generate(*arguments: str, **kwargs) -> Ended:
     return halma("generate", "--backend", "cpu", *arguments, **kwargs)
 
 
 def test_json_is_a_contract():
-    run = generate("--prompt", "The President", "--max-tokens", "12", "--json")
+    """In a Python of its own, as a person starts it."""
+    command = [sys.executable, "-m", "halma", "generate", "--backend", "cpu", "--prompt", "The President"]
+    command += ["--max-tokens", "12", "--json"]
+    run = subprocess.run(command, capture_output=True, env=surroundings(), timeout=240, check=False)
     assert run.returncode == 0, run.stderr.decode()
     found = json.loads(run.stdout)
     assert found["schema"] == "halma.generate/1" and found["backend"] == "cpu" and found["evidence"] == "cpu"
@@ -51,9 +53,9 @@ def test_json_is_a_contract():
 
 
 def test_text_streams_and_ends_with_the_table():
-    run = generate("--max-tokens", "10", "--table", stdin=b"The President")
-    text = run.stdout.decode()
-    assert run.returncode == 0 and text.startswith("The President's Senate and House")
+    done = generate("--max-tokens", "10", "--table", stdin=b"The President")
+    text = done.out
+    assert done.code == 0 and text.startswith("The President's Senate and House")
     for word in ("backend", "tokens/s", "captured", "memory", "evidence", "exact"):
         assert word in text
 
@@ -61,13 +63,13 @@ def test_text_streams_and_ends_with_the_table():
 def test_a_batch_of_samples_differs_and_repeats():
     arguments = ("--prompt", "The", "--batch", "3", "--temperature", "1", "--max-tokens", "8", "--json")
     first, second = generate(*arguments), generate(*arguments)
-    texts = [entry["token_ids"] for entry in json.loads(first.stdout)["generations"]]
+    texts = [entry["token_ids"] for entry in json.loads(first.out)["generations"]]
     assert len(texts) == 3 and len({tuple(t) for t in texts}) > 1
-    assert [e["token_ids"] for e in json.loads(second.stdout)["generations"]] == texts
+    assert [e["token_ids"] for e in json.loads(second.out)["generations"]] == texts
 
 
 def test_switched_off_capture_says_why_it_is_eager():
-    found = json.loads(generate("--prompt", "The", "--max-tokens", "4", "--json", HALMA_GRAPH="0").stdout)
+    found = json.loads(generate("--prompt", "The", "--max-tokens", "4", "--json", HALMA_GRAPH="0").out)
     assert found["graphs"]["captured"] == 0 and found["graphs"]["replayed_steps"] == 0
     assert list(found["graphs"]["why_eager"]) == ["capture is switched off"]
 
@@ -99,8 +101,8 @@ def test_wrong_input_is_refused_with_exit_2(arguments, stdin, words):
 
 
 def test_an_unknown_backend_is_refused_with_every_reason():
-    run = halma("generate", "--prompt", "a", "--backend", "cpi")
-    refused(run, 'no backend called "cpi"', 'did you mean "cpu"', "usable")
+    done = halma("generate", "--prompt", "a", "--backend", "cpi")
+    refused(done, 'no backend called "cpi"', 'did you mean "cpu"', "usable")
 
 
 def broken(tmp_path: Path) -> Path:
@@ -128,9 +130,9 @@ def test_another_architecture_is_refused(tmp_path):
 
 
 def test_verify_passes_a_case_and_says_so():
-    run = halma("verify", str(CASES / "hash_only.safetensors"), "--backend", "cpu", "--json")
-    found = json.loads(run.stdout)
-    assert run.returncode == 0 and found["passed"] and found["cases"][0]["case"] == "hash_only"
+    done = halma("verify", str(CASES / "hash_only.safetensors"), "--backend", "cpu", "--json")
+    found = json.loads(done.out)
+    assert done.code == 0 and found["passed"] and found["cases"][0]["case"] == "hash_only"
 
 
 def test_verify_refuses_a_file_that_is_no_case(tmp_path):

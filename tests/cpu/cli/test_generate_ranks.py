@@ -6,61 +6,17 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.cpu.cli.conftest import Halma
+from tests.cpu.cli.launching import LAUNCHER, SECONDS, TORCHRUN, ended, environment, forked, free_port, start
 
 DATA = Path(__file__).parents[3] / "src" / "halma" / "data" / "tiny-v4"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-SECONDS = 300
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER and not name.startswith("HALMA_")}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start(arguments: Sequence[Sequence[str]], **more: str) -> list[subprocess.Popen[str]]:
-    """A process for each rank, with the variables that torchrun would set."""
-    world, port = str(len(arguments)), str(free_port())
-    place: Mapping[str, str] = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "halma", "generate", "--backend", "cpu", "--tp", world, *mine],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **place, **more),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, mine in enumerate(arguments)
-    ]
-
-
-def ended(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each rank."""
-    try:
-        texts = [rank.communicate(timeout=SECONDS) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all("Traceback" not in text for pair in texts for text in pair), texts
-    return [(rank.returncode, *pair) for rank, pair in zip(ranks, texts, strict=True)]
 
 
 # -- as it is meant -------------------------------------------------------------------------------------
@@ -142,7 +98,7 @@ def test_a_model_that_cannot_be_divided_is_refused_once_with_the_legal_numbers(t
     shutil.copy(DATA / "config.json", tmp_path / "config.json")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1023}))
-    first, second = ended(start([("--model", str(tmp_path), "--prompt-ids", "1")] * 2))
+    first, second = forked("generate", [("--model", str(tmp_path), "--prompt-ids", "1")] * 2)
     assert first[0] == second[0] == 2 and first[1] == second[1] == second[2] == ""
     for word in ("cannot be divided", "asked: 2 ranks", "vocab_size = 1023", "divide all of them: 1"):
         assert word in first[2]
@@ -150,7 +106,7 @@ def test_a_model_that_cannot_be_divided_is_refused_once_with_the_legal_numbers(t
 
 def test_what_one_rank_refuses_ends_all_and_is_told_once():
     common = ("--prompt", "a")
-    first, second = ended(start([common, (*common, "--model", "tiny-v5")]))
+    first, second = forked("generate", [common, (*common, "--model", "tiny-v5")])
     assert first[0] == second[0] == 2 and first[1:] == ("", "")
     assert 'halma: on rank 1: no model called "tiny-v5"' in second[2] and second[2].count("halma:") == 1
 
@@ -169,7 +125,7 @@ def test_torchrun_ends_no_rank_before_it_has_ended_itself():
 @pytest.mark.invariant("C7")
 def test_a_rank_that_dies_is_an_error_that_names_it():
     arguments = ("--prompt", "The President", "--max-tokens", "3000", "--ignore-eos")
-    ranks = start([arguments] * 2, HALMA_COLLECTIVE_BOUND="20")
+    ranks = start("generate", [arguments] * 2, HALMA_COLLECTIVE_BOUND="20")
     stdout = ranks[0].stdout
     assert stdout is not None and stdout.read(4) == "The "  # it decodes now
     os.kill(ranks[1].pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ import halma
 from halma.hal.errors import BackendError, CaptureError, StaleInputError
 from halma.hal.graph.breakable import CaptureMode
 from halma.hal.graph.inputs import InputSet
+from halma.hal.testing.forks import script
 
 README = Path(__file__).parents[3] / "README.md"
 SECTION = "## Capturing your own function"
@@ -33,15 +34,11 @@ def example() -> str:
     ids=["captured", "eager", "checked"],
 )
 def test_the_example_prints_what_it_says(environment: dict[str, str], captured: int, tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(example(), encoding="utf-8")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HALMA_")}
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, env=clean | environment, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = script(example(), environment=clean | environment, folder=tmp_path).end()
+    assert done.code == 0, done.err
     (promised,) = re.findall(r"print\(y.*#\s*(\[.*\])", example())
-    first, head, *rows = done.stdout.splitlines()
+    first, head, *rows = done.out.splitlines()
     assert first == promised
     assert head.startswith(f"persistent session on cpu: {captured} of 4 descriptors captured, ")
     assert len(rows) == 4 and all(("switched off" in row) is (captured == 0) for row in rows)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from halma.hal.settings import GRAPH_ROLES
+from halma.hal.testing.forks import script
 
 SCRIPT = """
 import json, sys
@@ -45,14 +44,9 @@ print(json.dumps(found))
 
 @functools.cache
 def steps_of(kind: str, variable: str = "HALMA_GRAPH", value: str = "1") -> dict:
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind],
-        capture_output=True,
-        env={**os.environ, variable: value, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-        timeout=120,
-    )
-    return json.loads(run.stdout)
+    done = script(SCRIPT, kind, environment={**os.environ, variable: value}).end(120)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
 
 
 @pytest.mark.invariant("G4")

@@ -150,7 +150,8 @@ def test_more_pages_than_there_are_is_refused_at_once():
         engine.submit(Request((1,), 400))
 
 
-@pytest.mark.parametrize("arithmetic", ["exact", "shipping"])
+# In exact arithmetic the golden cases, replayed and eager, say nearly as much.
+@pytest.mark.parametrize("arithmetic", [pytest.param("exact", marks=pytest.mark.nightly), "shipping"])
 def test_replay_is_bit_identical_to_eager_over_a_whole_generation(arithmetic):
     """Checked mode: every freed block and every padding row is poison."""
     logits: dict[bool, list[torch.Tensor]] = {}

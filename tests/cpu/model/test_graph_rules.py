@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from halma.hal.graph.breakable import BreakableGraph, counters
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.forks import Fork
 from halma.hal.graph.scope import GraphCaptureScope
+from halma.hal.testing.forks import script
 from halma.models.deepseek_v4.program import decode_step
 from halma.models.deepseek_v4.runner import V4Runner
 from tests.cpu.model.small import small_runner
@@ -133,16 +133,9 @@ print(json.dumps({"steps": steps, "tokens": generation.tokens, "replayed": engin
 
 
 def count(kind: str, switch: str) -> dict:
-    import os
-
-    run = subprocess.run(
-        [sys.executable, "-c", COUNT_A_STEP, kind],
-        capture_output=True,
-        env={**os.environ, "HALMA_GRAPH": switch, "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-        timeout=120,
-    )
-    return json.loads(run.stdout)
+    done = script(COUNT_A_STEP, kind, environment={**os.environ, "HALMA_GRAPH": switch}).end(120)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
 
 
 @pytest.mark.invariant("G4")

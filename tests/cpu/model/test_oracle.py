@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,8 +23,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+def _pairwise() -> list[Any]:
+    """Every configuration, replayed or eagerly in turns; the other half is the nightly row's."""
+    product = [(name, graph, at % 2 == graph) for at, name in enumerate(CONFIGS) for graph in (False, True)]
+    return [pytest.param(name, graph, marks=[] if now else [pytest.mark.nightly]) for name, graph, now in product]
+
+
+@pytest.mark.parametrize(("name", "graph"), _pairwise())
 def test_logits_equal_transformers(name, graph):
     from benchmarks.peers import transformers_model
 
