@@ -149,6 +149,38 @@ def test_the_flight_recorder_names_the_straggler(gpu) -> None:
 
 
 @pytest.mark.invariant("C7")
+def test_a_fault_is_read_while_the_device_hangs(gpu) -> None:
+    lab = VirtualRanks(gpu, 2, bound_ns=BOUND)
+    item = Item(lab, random.Random(0), ONE_SHOT_WORDS, 8192)
+    lab.synchronize()
+    item.launch(lab, 0)
+    for rank in range(2):
+        lab.delay(rank, 4_000_000_000)  # about 2 s, behind the call and beside it
+    record, deadline = None, time.monotonic() + 1.0
+    while record is None and time.monotonic() < deadline:
+        record = lab.channels[0].error()
+    assert not any(stream.torch.query() for stream in lab.streams)  # pyright: ignore[reportAttributeAccessIssue]
+    assert record is not None
+    assert (record.fault, record.peer, record.call, record.algorithm) == (Fault.TIMEOUT, 1, 1, 1)
+    assert record.digest == item.call.digest and BOUND <= record.waited_ns < SECOND
+    lab.synchronize()
+    assert lab.channels[0].error() == record
+
+
+@pytest.mark.invariant("C7", control=True)
+def test_a_busy_device_is_no_fault(gpu) -> None:
+    lab = VirtualRanks(gpu, 2, bound_ns=10 * SECOND)
+    item = Item(lab, random.Random(0), ONE_SHOT_WORDS, 8192)
+    lab.synchronize()
+    for rank in range(2):
+        item.launch(lab, rank)
+        lab.delay(rank, 400_000_000)
+    assert lab.errors() == [None, None]
+    lab.synchronize()
+    assert lab.errors() == [None, None] and item.right()
+
+
+@pytest.mark.invariant("C7")
 def test_the_bound_of_captured_calls_can_be_changed(gpu) -> None:
     lab: Lab = VirtualRanks(gpu, 2, bound_ns=60 * SECOND)
     item = Item(lab, random.Random(0), ONE_SHOT_WORDS, 8192)
