@@ -292,6 +292,15 @@ class Ranks(Protocol):
         """Every rank's value, by rank of the group; also a barrier. ``stage`` must be equal on all ranks.
 
         Raises:
+            RankLeft: a rank said that it does not come.
             RankError: a rank did not come in time, ended, or is at another stage; names it.
+        """
+        ...
+
+    def leave(self, reason: str) -> None:
+        """Instead of this rank's next exchange: tell whoever comes to it that this rank does not, and why.
+
+        Never waits and never raises, so that it can be called while an exception is on its way (G26). Ranks stay in
+        step: it counts as that exchange.
         """
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import torch
@@ -213,6 +214,44 @@ def session_without_an_arena() -> dict[str, Any]:
             other.capture(halma.ladder(decode=[1 if odd else 2])[0], program)
 
     return {"replayed": replayed, "differs": refusal(differing)}
+
+
+def left_before_the_seal(how: str) -> dict[str, Any]:
+    """Rank 1 raises, or closes, between a capture and the seal that rank 0 waits in; then both make a session."""
+    with ranks_set_up("cpu", environment={"HALMA_COLLECTIVE_BOUND": "20"}) as setup:
+        assert setup is not None
+        comm, arena = setup.comm, setup.arena
+        x = halma.persistent_input("x", (2, 4), torch.float32, backend=setup.backend)
+        (one,) = halma.ladder(decode=[2])
+
+        def program() -> torch.Tensor:
+            y = x.prefix(2) * 2
+            comm.all_reduce(y)
+            return y + 1
+
+        def captured(leaves: bool) -> float:
+            with halma.session("persistent", backend=setup.backend, inputs=[x], arenas=[arena]) as session:
+                try:
+                    session.capture(one, program)
+                    if leaves and how == "raises":
+                        raise ValueError("layer 3 is missing")
+                    if leaves and how == "closes":
+                        session.close()
+                        return 0.0
+                    session.seal()
+                    return session.replay(one, x=torch.full((2, 4), 1.0 + comm.rank))[0, 0].item()
+                finally:
+                    if not leaves:
+                        session.close()
+
+        began = time.monotonic()
+        said, kind = "", ""
+        try:
+            captured(leaves=comm.rank == 1 and how != "never")
+        except (HalmaError, ValueError) as error:
+            said, kind = str(error), type(error).__name__
+        seconds = time.monotonic() - began
+        return {"said": said, "kind": kind, "seconds": seconds, "next": captured(leaves=False)}
 
 
 def unlike_ranks(how: str) -> str:

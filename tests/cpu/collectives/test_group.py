@@ -112,6 +112,28 @@ def test_without_an_interrupt_the_next_call_is_right(halma_rank_pools: RankPools
         assert (found["left"], found["fault"], found["next"], found["after"]) == (False, "", 21.0, 21.0)
 
 
+@pytest.mark.invariant("G26")
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("raises", "ValueError: layer 3 is missing"), ("closes", "it closed its session before sealing it")],
+    ids=["raises", "closes"],
+)
+def test_a_rank_that_leaves_before_the_seal_is_named_to_those_who_wait(
+    halma_rank_pools: RankPools, how: str, says: str
+) -> None:
+    waited, left = halma_rank_pools[2].run(programs.left_before_the_seal, how)
+    assert waited["kind"] == "RankLeft" and "rank 1 (global rank 1" in waited["said"] and says in waited["said"]
+    assert waited["seconds"] < 10  # at once, and not by the bound, 20
+    assert left["said"] == ("layer 3 is missing" if how == "raises" else "")
+    assert waited["next"] == left["next"] == 7.0
+
+
+@pytest.mark.invariant("G26", control=True)
+def test_ranks_that_stay_seal_and_replay(halma_rank_pools: RankPools) -> None:
+    for found in halma_rank_pools[2].run(programs.left_before_the_seal, "never"):
+        assert (found["said"], found["next"]) == ("", 7.0)
+
+
 @pytest.mark.invariant("C6")
 def test_checked_mode_compares_calls_of_the_vendor_too(halma_rank_pools: RankPools) -> None:
     for said in halma_rank_pools[2].run(programs.vendor_calls_that_differ):
