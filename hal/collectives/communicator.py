@@ -26,6 +26,7 @@ from halma.hal.collectives.ranks import AnsweringRanks
 from halma.hal.collectives.streams import OneStream
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.current import current_recorder, current_scope, note_failure
+from halma.hal.process import Home
 from halma.hal.settings import settings
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Communicator:
         self.rank, self.size = ranks.rank, ranks.size
         self.descriptor = ""
         self._backend, self._ranks, self._arena, self._group = backend, ranks, arena, group
+        self._home = Home()
         self._checked = now.checked
         self._calls: dict[Call, Call] = {}
         self._known: dict[int, str] = {}
@@ -235,6 +237,7 @@ class Communicator:
 
     def _before_replay(self) -> None:
         """See :class:`OneStream`. In checked mode the first replay compares all that was captured (C6)."""
+        self._home.refuse_other("the communicator", "a replay", CollectiveError)
         if self.id not in live:
             raise CollectiveError(
                 "a graph has calls of a communicator that is closed",
@@ -290,6 +293,7 @@ class Communicator:
         Raises:
             CollectiveError: no number of seconds above 0, as ``HALMA_COLLECTIVE_BOUND`` takes.
         """
+        self._home.refuse_other("the communicator", "set_bound()", CollectiveError)
         self._faults.set_bound(seconds)
 
     def rearm(self) -> None:
@@ -317,6 +321,7 @@ class Communicator:
                 self._arena.vacate(self.channel)
 
     def _refuse_closed(self, asked: Callable[[], str]) -> None:
+        self._home.refuse_other("the communicator", asked, CollectiveError)
         if self.id not in live:
             raise CollectiveError("the communicator is closed", asked=asked(), do="make a new one")
         if self._arena is not None and self._arena.closed:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 from halma.hal.collectives.contract import Ranks
 from halma.hal.errors import CollectiveError, RankError, RankLeft
+from halma.hal.process import Home
 
 SHORTEST_NAP: Final = 0.0002
 LONGEST_NAP: Final = 0.01
@@ -104,6 +105,7 @@ class DistributedRanks:
         name = str(getattr(group, "group_name", "group"))
         self._prefix = f"halma/{self._made[name]}"
         self._made[name] += 1
+        self._home = Home()
         self._seconds = seconds
         self._count = 0
         self._said: list[int] = []
@@ -118,6 +120,7 @@ class DistributedRanks:
             RankLeft: a rank said that it does not come; at once, whoever else is still missing.
             RankError: a rank did not come in time, or is at another stage; named.
         """
+        self._home.refuse_other("the group", f"an exchange at {stage!r}", RankError)
         number = self._next()
         found = self._gather(f"{number}", (stage, value), self._seconds)
         left = {rank: one.reason for rank, (_, one) in found.items() if isinstance(one, _Left)}
@@ -151,6 +154,7 @@ class DistributedRanks:
     def leave(self, reason: str) -> None:
         """See :meth:`halma.hal.collectives.contract.Ranks.leave`. Where the store is gone nobody can be told."""
         with suppress(RankError):
+            self._home.refuse_other("the group", "leave()", RankError)
             self._say(f"{self._next()}", ("", _Left(reason)))
 
     def _next(self) -> int:
@@ -162,7 +166,11 @@ class DistributedRanks:
         """Values of the ranks that say something at ``stage`` within ``seconds``, this one's included.
 
         For reports after a fault: apart from the order of exchanges, and nobody has to come.
+
+        Raises:
+            RankError: this process is a fork of the rank.
         """
+        self._home.refuse_other("the group", f"answers to {stage!r}", RankError)
         try:
             found = self._gather(f"answers/{stage}", (stage, value), seconds)
         except RankError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -252,6 +254,49 @@ def left_before_the_seal(how: str) -> dict[str, Any]:
             said, kind = str(error), type(error).__name__
         seconds = time.monotonic() - began
         return {"said": said, "kind": kind, "seconds": seconds, "next": captured(leaves=False)}
+
+
+def forked() -> dict[str, Any]:
+    """What a forked child of rank 0 is told by what it inherited; and that its parent goes on as before."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm, arena = setup.comm, setup.arena
+        x, out = torch.full((3,), 1.0 + comm.rank), torch.empty(3)
+        graph = setup.capture(lambda _: comm.all_reduce(x, out))
+        graph.replay()
+        found: dict[str, Any] = {"first": out[0].item()}
+        tries: dict[str, Callable[[], Any]] = {
+            "call": lambda: comm.all_reduce(x, out),
+            "replay": graph.replay,
+            "rearm": comm.rearm,
+            "set_bound": lambda: comm.set_bound(1.0),
+            "own": lambda: arena.own,
+            "exchange": lambda: setup.group.ranks.exchange("the child", None),
+            "arena": arena.close,
+        }
+        if comm.rank == 0:
+            found |= _in_a_child(lambda: {name: refusal(work) for name, work in tries.items()})
+        comm.close()
+        setup.comm = setup.group.communicator(arena)
+        found["after"] = setup.comm.all_reduce(x)[0].item()
+        return found
+
+
+def _in_a_child(work: Callable[[], dict[str, str]]) -> dict[str, str]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        answer = b"{}"
+        try:
+            answer = json.dumps(work()).encode()
+        finally:
+            os.write(writing, answer)
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(answer)
 
 
 def unlike_ranks(how: str) -> str:

@@ -134,6 +134,20 @@ def test_ranks_that_stay_seal_and_replay(halma_rank_pools: RankPools) -> None:
         assert (found["said"], found["next"]) == ("", 7.0)
 
 
+FORKED = ("call", "replay", "rearm", "set_bound", "own", "exchange", "arena")
+
+
+def test_a_forked_child_is_refused_whatever_it_asks_for(halma_rank_pools: RankPools) -> None:
+    first, _ = halma_rank_pools[2].run(programs.forked)
+    for what in FORKED:
+        assert "belongs to the process that made it, and this is a fork of it" in first[what], (what, first[what])
+
+
+def test_the_parent_of_a_fork_goes_on(halma_rank_pools: RankPools) -> None:
+    for found in halma_rank_pools[2].run(programs.forked):
+        assert (found["first"], found["after"]) == (3.0, 3.0)
+
+
 @pytest.mark.invariant("C6")
 def test_checked_mode_compares_calls_of_the_vendor_too(halma_rank_pools: RankPools) -> None:
     for said in halma_rank_pools[2].run(programs.vendor_calls_that_differ):
