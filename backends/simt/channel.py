@@ -26,6 +26,7 @@ from halma.hal.collectives.contract import (
     Operands,
     Wire,
 )
+from halma.hal.collectives.remembered import forget_oldest
 from halma.hal.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class SimtChannel:
             self._table.data_ptr(),
             site.own.address + layout.control,
         )
-        self._plans: dict[int, list[_Plan]] = {}
+        self._plans: dict[int, _Plan] = {}
         self._set_words(control.FAULT_PLACE, struct.pack("<Q", self._record.address))
         self._set_words(control.BOUND, struct.pack("<Q", site.bound_ns))
         if site.first_epoch:
@@ -170,13 +171,15 @@ class SimtChannel:
         self._launch(plan.norm, plan.norm_grid, plan.norm_block, arguments, stream=stream, dependent=dependent)
 
     def _plan(self, call: Call, choice: Choice, operands: Operands, box: Box | None) -> _Plan:
-        # By identity first: hashing a call costs more than launching it.
+        # By identity: hashing a call costs more than launching it.
         row = operands.row_length
-        for plan in self._plans.get(id(call), ()):
-            if plan.choice is choice and plan.box is box and plan.row_length == row:
-                return plan
+        plan = self._plans.get(id(call))
+        if plan is not None and plan.choice is choice and plan.row_length == row and box is None:
+            return plan
         plan = self._make_plan(call, choice, row, box)
-        self._plans.setdefault(id(call), []).append(plan)  # holds the call, so that its id stays its own
+        if box is None:  # a slot is one captured call's, which is not made again
+            self._plans[id(call)] = plan  # holds the call, so that its id stays its own
+            forget_oldest(self._plans)
         return plan
 
     def _make_plan(self, call: Call, choice: Choice, row_length: int, box: Box | None) -> _Plan:

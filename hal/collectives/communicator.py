@@ -23,6 +23,7 @@ from halma.hal.collectives.faults import Faults
 from halma.hal.collectives.opening import open_channel
 from halma.hal.collectives.operands import call_of, check_apart, check_like, check_root, check_tensor, norm_operands
 from halma.hal.collectives.ranks import AnsweringRanks
+from halma.hal.collectives.remembered import Calls
 from halma.hal.collectives.streams import OneStream
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.current import current_recorder, current_scope, note_failure
@@ -94,8 +95,7 @@ class Communicator:
         self._backend, self._ranks, self._arena, self._group = backend, ranks, arena, group
         self._home = Home()
         self._checked = now.checked
-        self._calls: dict[Call, Call] = {}
-        self._known: dict[int, str] = {}
+        self._calls = Calls()
         self._comparing = Comparing(channel, ranks)
         self._stream = OneStream(channel, backend.device, self._before_replay)
         self._nothing = backend.memory.empty((0,), _uint8())
@@ -110,7 +110,7 @@ class Communicator:
                 backend, ranks, arena, channel,
                 bound=now.collective_bound, first_epoch=first_epoch, table=table, checked=now.checked,
             )  # fmt: skip
-        self._faults = Faults(channel, backend, ranks, self._driver, now.collective_bound, self._known)
+        self._faults = Faults(channel, backend, ranks, self._driver, now.collective_bound, self._calls.names)
         live[self.id] = self
 
     # -- calls --------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Communicator:
 
     def _make(self, call: Call, operands: Operands) -> None:
         self._refuse_closed(call.describe)
-        call = self._calls.get(call) or self._first(call)
+        call = self._calls.one(call)
         choice = self._deciding.choice(call)
         capturing = self._backend.graphs.is_capturing()
         eager = not capturing and current_recorder() is None  # a dry run is neither: its work is thrown away
@@ -210,12 +210,8 @@ class Communicator:
         box = self._arena.take(call, choice.algorithm, self.channel) if capturing else None
         if capturing:
             self._comparing.file(call, choice)
+            self._calls.captured(call)
         self._driver.launch(call, choice, operands, box, stream)
-
-    def _first(self, call: Call) -> Call:
-        """One object stands for all equal calls: drivers keep what they prepared for it by its identity."""
-        self._known[call.digest] = call.describe()
-        return self._calls.setdefault(call, call)
 
     def choice(self, call: Call) -> Choice | Refusal:
         """How a call is, or would be, done; a pure function of agreed values (C5)."""

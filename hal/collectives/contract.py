@@ -245,6 +245,9 @@ class ChannelDriver(Protocol):
     def launch(self, call: Call, choice: Choice, operands: Operands, box: Box | None, stream: Stream) -> None:
         """Queue one call on ``stream``: captured where the stream captures, run where it does not. Never waits.
 
+        One object stands for all equal calls, and one choice for all of a shape, so that what was prepared for them is
+        found by identity; but of :data:`halma.hal.collectives.remembered.MOST` of them at most.
+
         Every call sends each peer a header word and waits for one from each (C15), reads the epoch from device
         state and advances it (C2), and bounds every wait (C7). After a fault, calls write NaN and touch no peer.
         """

@@ -21,10 +21,12 @@ from halma.hal.collectives.choice import ORDER
 from halma.hal.collectives.communicator import live
 from halma.hal.collectives.custom_op import all_reduce
 from halma.hal.collectives.group import Group, NoArena
+from halma.hal.collectives.remembered import MOST
 from halma.hal.collectives.report import ChannelFault
 from halma.hal.decisions import decisions
 from halma.hal.errors import HalmaError
 from halma.hal.testing.conformance.capturing import captured, planned
+from halma.hal.testing.conformance.collective_faults import fault_of
 from halma.hal.testing.conformance.collective_setup import BRIEF, PATIENT, Setup, ranks_set_up, refusal
 from halma.hal.workspace import Workspace
 
@@ -254,6 +256,31 @@ def left_before_the_seal(how: str) -> dict[str, Any]:
             said, kind = str(error), type(error).__name__
         seconds = time.monotonic() - began
         return {"said": said, "kind": kind, "seconds": seconds, "next": captured(leaves=False)}
+
+
+def many_shapes() -> dict[str, Any]:
+    """A graph among thousands of eager calls of other shapes: still right, and still named in a report."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm = setup.comm
+        x, out = torch.full((5,), 1.0 + comm.rank), torch.empty(5)
+        with comm.step("the graph's"):
+            graph = setup.capture(lambda _: comm.all_reduce(x, out))
+        y = torch.zeros(1)
+        for step in range(MOST + 10):
+            with comm.step(step):
+                comm.all_reduce(y)
+        graph.replay()
+        found: dict[str, Any] = {"sum": out[0].item()}
+        setup.group.ranks.exchange("replayed", None)
+        comm.set_bound(BRIEF)
+        if comm.rank == 0:
+            graph.replay()
+            found |= fault_of(comm)
+        else:
+            setup.group.ranks.answers("fault 0 of channel main", comm.flight(), PATIENT)
+        comm.rearm()
+        return found
 
 
 def forked() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 import halma
 from halma.hal.arena.plan import plan_channels
-from halma.hal.collectives.group import NoArena
+from halma.hal.collectives.group import Group, NoArena
+from halma.hal.collectives.remembered import MOST
+from halma.hal.decisions import decisions
 from halma.hal.errors import CollectiveError
 from halma.hal.testing.conformance.capturing import captured
 from halma.hal.testing.ranks import RankPools
@@ -132,6 +135,35 @@ def test_a_rank_that_leaves_before_the_seal_is_named_to_those_who_wait(
 def test_ranks_that_stay_seal_and_replay(halma_rank_pools: RankPools) -> None:
     for found in halma_rank_pools[2].run(programs.left_before_the_seal, "never"):
         assert (found["said"], found["next"]) == ("", 7.0)
+
+
+def test_ten_thousand_shapes_take_no_more_memory_than_a_thousand() -> None:
+    """One rank alone, so that what grows is what is kept of calls."""
+    comm = Group(None, halma.backend("cpu")).communicator(NoArena("one rank"))
+    x = torch.zeros(3)
+
+    def grown(steps: range) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        for step in steps:
+            decisions.clear()  # a log of its own, with a bound of its own
+            with comm.step(step):
+                comm.all_reduce(x[: step % 4])
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        first, later = grown(range(2 * MOST)), grown(range(2 * MOST, 10_000))
+    finally:
+        tracemalloc.stop()
+        comm.close()
+    assert first > 100 * MOST  # so it would be seen
+    assert later < first / 10
+
+
+def test_a_graph_among_many_shapes_stays_right_and_named(halma_rank_pools: RankPools) -> None:
+    first, second = halma_rank_pools[2].run(programs.many_shapes)
+    assert first["sum"] == second["sum"] == 3.0
+    assert first["fault"] == "TIMEOUT" and "all_reduce of 20 bytes of float32 (the graph's)" in first["text"]
 
 
 FORKED = ("call", "replay", "rearm", "set_bound", "own", "exchange", "arena")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import tracemalloc
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +14,7 @@ from halma.backends.simt.geometry import most_blocks
 from halma.backends.simt.sources import UNITS
 from halma.hal.collectives import control
 from halma.hal.collectives.contract import Algorithm, Box, Call, Choice, Fault, Kind, Operands, Wire
+from halma.hal.collectives.remembered import MOST
 from halma.hal.errors import CapabilityError, CollectiveError
 from tests.cpu.simt.fake_device import RESIDENT, Launch, NotedStream, fake_backend, fake_channel
 
@@ -199,6 +201,43 @@ def test_records_are_read_and_reset() -> None:
     assert int(block[control.BOUND : control.BOUND + 8].view(torch.int64)) == 77
     for lane in layout.lanes.values():
         assert (own[lane.offset : lane.offset + lane.nbytes] == lane.fill).all()
+
+
+def test_ten_thousand_shapes_take_no_more_memory_than_a_thousand() -> None:
+    channel = fake_channel()
+    operands = Operands(aligned(1 << 16), aligned(1 << 16))
+    calls = [Call(Kind.ALL_REDUCE, 16 * count, "bfloat16", descriptor=f"step {count}") for count in range(1, 4097)]
+
+    def grown(of: list[Call]) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        for call in of:
+            channel.launch(replace(call), WORDS, operands, None, NotedStream())
+            channel_kernels(channel).launches.clear()
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        first, later = grown(calls[: 2 * MOST]), grown(calls[2 * MOST :]) + grown(calls) + grown(calls)
+    finally:
+        tracemalloc.stop()
+    assert first > 100 * MOST  # so it would be seen
+    assert later < first / 10
+    assert len(channel._plans) == MOST
+
+
+def test_a_call_that_was_forgotten_is_launched_as_before() -> None:
+    channel = fake_channel()
+    operands = Operands(aligned(8192), aligned(8192))
+    call = Call(Kind.ALL_REDUCE, 8192, "bfloat16")
+    (before,) = launched(channel, call, WORDS, operands=operands)
+    plan = channel._plans[id(call)]
+    for count in range(MOST + 1):
+        launched(channel, Call(Kind.ALL_REDUCE, 64, "bfloat16", descriptor=f"{count}"), WORDS)
+    assert id(call) not in channel._plans
+    (after,) = launched(channel, call, WORDS, operands=operands)
+    assert after == before and channel._plans[id(call)] is not plan
+    (other,) = launched(channel, call, SENTINEL, operands=operands)
+    assert other.kernel == "all_reduce_sentinel_one_bfloat16"
 
 
 @dataclass
