@@ -21,6 +21,7 @@ from halma.backends.cpu.sums import bytes_of, poison
 from halma.hal.backend import Stream
 from halma.hal.collectives.arithmetic import fused_norm
 from halma.hal.collectives.contract import (
+    Algorithm,
     Box,
     Call,
     ChannelSite,
@@ -38,6 +39,13 @@ from halma.hal.graph.current import current_recorder, note_launch
 
 SCRUB_MASK: Final = 0xFFFFF
 """Two calls in 2^20, one of each parity, zero what is stale."""
+PHASES: Final = {
+    (Algorithm.TWO_SHOT, Wire.CHUNKS): (0, 1),
+    (Algorithm.ONE_SHOT, Wire.CHUNKS): (1,),
+    (Algorithm.STAGED, Wire.FLAGS): (0,),
+    (Algorithm.STAGED_TWO_SHOT, Wire.FLAGS): (0, 1),
+}
+"""Whose flags a way uses."""
 ENTRY: Final = np.dtype(
     [
         ("call", "<u4"),
@@ -128,7 +136,8 @@ class CpuChannel:
         words = -(-call.nbytes // 4) if choice.wire is Wire.WORDS else 0
         layout = self._memory.layout
         flags = {Wire.CHUNKS: layout.chunk_flags, Wire.FLAGS: layout.stage_flags}.get(choice.wire)
-        self._memory.scrub(epoch, words, flags if call.nbytes else None)
+        phases = PHASES.get((choice.algorithm, choice.wire), ())
+        self._memory.scrub(epoch, words, flags if call.nbytes else None, phases)
 
     def _note(self, number: int, call: Call, choice: Choice) -> None:
         entry = self._entries[number % len(self._entries)]

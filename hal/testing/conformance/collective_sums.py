@@ -294,6 +294,29 @@ def good_operands(backend: str) -> list[bool]:
                 setup.done(root).tolist() == [size - 1.0] * 3]  # fmt: skip
 
 
+def large_moves(backend: str) -> dict[str, list[bool]]:
+    """(right) of gathers and broadcasts of integers above what goes in words, one behind the other, late ranks too;
+    by the way that they took."""
+    found: dict[str, list[bool]] = {}
+    with ranks_set_up(backend, largest=1 << 20, lanes=None) as setup:
+        assert setup is not None
+        comm, rank, size, device = setup.comm, setup.comm.rank, setup.comm.size, setup.device
+        for step, numel in enumerate((20_000, 16_385, 30_001, 20_000)):
+            whole = [(torch.arange(numel, dtype=torch.int32) - 7) * (r + 1 + step) for r in range(size)]
+            x, out = whole[rank].to(device), torch.empty((size, numel), dtype=torch.int32, device=device)
+            y = whole[rank].clone().to(device)
+            if rank == step % size:
+                time.sleep(0.01)
+            comm.all_gather(x, out=out)
+            comm.broadcast(y, root=step % size)
+            right = same(setup.done(out), torch.stack(whole)) and same(setup.done(y), whole[step % size])
+            choice = comm.choice(call_of(Kind.ALL_GATHER, x))
+            way = name_of((choice.algorithm, choice.wire)) if isinstance(choice, Choice) else "vendor"
+            found.setdefault(way, []).append(right)
+        comm.poll()
+    return found
+
+
 def vendor_calls(backend: str) -> dict[str, Any]:
     """What goes the vendor's way, with the decisions' reasons."""
     from halma.hal.decisions import decisions

@@ -99,6 +99,24 @@ def test_the_rule_by_size(nbytes: int, lanes: str, atomicity: int | Unknown, way
     assert isinstance(choice, Choice) and name_of((choice.algorithm, choice.wire)) == way
 
 
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "dtype", "way"),
+    [
+        (Kind.ALL_GATHER, 64 << 10, "int32", "one_shot/words"),
+        (Kind.ALL_GATHER, (64 << 10) + 4, "int32", "one_shot/chunks"),
+        (Kind.BROADCAST, LARGEST // 2, "uint8", "one_shot/chunks"),
+        (Kind.BROADCAST, LARGEST // 2 + 256, "uint8", "staged/flags"),
+        (Kind.ALL_GATHER, 128 << 10, "bfloat16", "one_shot/sentinel"),
+        (Kind.ALL_GATHER, 128 << 10, "float64", "one_shot/chunks"),
+    ],
+)
+def test_bytes_that_are_no_numbers_go_in_chunks_where_words_end(kind: Kind, nbytes: int, dtype: str, way: str) -> None:
+    choice = choose(Call(kind, nbytes, dtype), LAYOUTS[2, "both"], 2, 8)
+    assert isinstance(choice, Choice) and name_of((choice.algorithm, choice.wire)) == way
+    sums = why_not((Algorithm.ONE_SHOT, Wire.CHUNKS), Call(Kind.ALL_REDUCE, 64, "bfloat16"), LAYOUTS[2, "both"], 8)
+    assert sums is not None and "made in two" in sums
+
+
 def test_a_capped_sentinel_gives_way_to_two_shot() -> None:
     """At 8 ranks one-shot of the largest message does not fit 32 MiB; each rank then adds up its own part."""
     capped = plan_channels(largest=LARGEST, size=8, atomicity=8).layout("main")

@@ -158,6 +158,13 @@ def test_parameters_plain_numbers_and_the_last_rank_are_taken(all_ranks: RankPoo
     assert all_ranks[2].run(programs.good_operands, all_ranks.backend) == [[True] * 3] * 2
 
 
+@pytest.mark.parametrize("size", [*WORLDS, *LARGE_WORLDS])
+def test_integers_above_words_are_moved_by_the_channel(all_ranks: RankPools, size: int) -> None:
+    for found in all_ranks[size].run(programs.large_moves, all_ranks.backend):
+        assert "vendor" not in found
+        assert [right for way in found.values() for right in way] == [True] * 4
+
+
 def test_what_no_channel_does_goes_to_the_vendor_with_the_reason(all_ranks: RankPools, halma_backend: Backend) -> None:
     for found in all_ranks[2].run(programs.vendor_calls, all_ranks.backend):
         assert found["double"] and found["large"]
