@@ -88,7 +88,7 @@ class CpuChannel:
             run()
             return
         reads = [t for t in (operands.source, operands.residual, operands.weight) if t is not None]
-        writes = [t for t in (operands.out, operands.norm_out) if t is not None]
+        writes = [t for t in (operands.out, operands.norm_out, operands.scale_out) if t is not None]
         # All calls of a channel write its control block, so two that nothing orders are a race on the tape (C4).
         recorder.record_node(
             f"collective:{self._name}",

@@ -140,6 +140,8 @@ def why_not(way: Way, call: Call, layout: ChannelLayout, atomicity: int | Unknow
         return "only sums are made in two phases"
     if way == (Algorithm.ONE_SHOT, Wire.CHUNKS) and call.kind in REDUCTIONS:
         return "sums that are too large for one phase in words or with a sentinel are made in two"
+    if call.gives_fp8 and algorithm is not Algorithm.ONE_SHOT:
+        return "the sum would need memory of its own before the norm, which is given as fp8 and is half as large"
     if wire is Wire.SENTINEL and call.dtype not in SUMMED:  # four bytes of a float64 may well be all ones (C9)
         return f"{call.dtype} may hold the sentinel as a value"
     largest = _largest(way, layout, call.kind)

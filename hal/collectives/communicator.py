@@ -134,18 +134,29 @@ class Communicator:
 
     @_noted
     def all_reduce_rmsnorm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float = 1e-6,
+        out: torch.Tensor,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``residual`` [..., H] becomes itself plus the sum of every rank's ``x``; ``out`` the RMS norm of it.
 
         ``weight`` [H] has x's dtype or float32. No two of the tensors share memory. Returns ``out``.
 
+        Args:
+            scale: float32 [..., H / 128]; then ``out`` is float8_e4m3fn, the norm by 128 columns over their scale
+                (:mod:`halma.hal.collectives.arithmetic`).
+
         Raises:
             As :meth:`all_reduce`.
         """
         kind = Kind.ALL_REDUCE_NORM
-        self._check(kind, x=x, residual=residual, weight=weight, out=out)
-        operands, detail = norm_operands(x, residual, weight, eps, out)
+        self._check(kind, x=x, residual=residual, weight=weight, out=out, **({} if scale is None else {"scale": scale}))
+        operands, detail = norm_operands(x, residual, weight, eps, out, scale)
         self._make(call_of(kind, x, detail=detail, descriptor=self._where()), operands)
         return out
 

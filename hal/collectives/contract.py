@@ -26,6 +26,10 @@ WORLD_SIZES = (2, 4, 6, 8)
 """World sizes that the channel kernels are written for; others take the vendor's path, with the reason."""
 
 
+FP8_NORM = "norm float8_e4m3fn"
+"""What the detail of a fused norm ends with whose output is fp8."""
+
+
 class Kind(IntEnum):
     """What a call does; part of its digest, so the numbers never change."""
 
@@ -80,6 +84,11 @@ class Call:
     root: int = -1
     detail: str = ""
     descriptor: str = ""
+
+    @property
+    def gives_fp8(self) -> bool:
+        """Whether it is a fused norm whose output is fp8 with scales."""
+        return self.detail.endswith(FP8_NORM)
 
     @property
     def digest(self) -> int:
