@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.compiler import is_dynamo_compiling
+
 from halma.hal.backend import Backend, Stream
 from halma.hal.collectives import vendor
 from halma.hal.collectives.choice import Table
@@ -25,6 +27,7 @@ from halma.hal.collectives.operands import call_of, check_apart, check_like, che
 from halma.hal.collectives.ranks import AnsweringRanks
 from halma.hal.collectives.remembered import Calls
 from halma.hal.collectives.streams import OneStream
+from halma.hal.collectives.tracing import traced
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.current import current_recorder, current_scope, note_failure
 from halma.hal.process import Home
@@ -43,10 +46,15 @@ live: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictiona
 
 
 def _noted(method: F) -> F:
-    """A capture inside which a call was refused ends as failed, also if the program swallows the error (G3)."""
+    """A capture inside which a call was refused ends as failed, also if the program swallows the error (G3).
+
+    Where torch.compile traces Python code, an op stands for the call.
+    """
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # 0.1 us
+            return traced(method.__name__, args[0].id, *args[1:], **kwargs)
         try:
             return method(*args, **kwargs)
         except BaseException as error:

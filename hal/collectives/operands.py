@@ -98,7 +98,7 @@ def check_tensor(kind: Kind, name: str, value: Any, device: torch.device) -> Non
         raise CollectiveError(
             what,
             found=f"{type(value).__name__}, which has no memory that peers could be sent",
-            do="where somebody traces: torch.ops.halma.all_reduce (import halma.hal.collectives.custom_op)",
+            do="where somebody traces: torch.ops.halma.all_reduce",
         )
     if value.device != device:
         raise CollectiveError(what, found=f"it lies on {value.device}", do=f"the group's device is {device}")

@@ -62,6 +62,50 @@ def traced() -> dict[str, Any]:
         return found
 
 
+def compiled_calls() -> dict[str, Any]:
+    """Plain calls inside functions that are compiled into one graph each: what came of them, by call."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm, size = setup.comm, setup.comm.size
+        ones = torch.ones(4)
+
+        def in_place(t: torch.Tensor) -> torch.Tensor:
+            y = t * 2
+            return comm.all_reduce(y) + y
+
+        def apart(t: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(t)
+            comm.all_reduce(t * 2, out)
+            return out + t
+
+        def gathered(t: torch.Tensor) -> torch.Tensor:
+            out = torch.empty((size, *t.shape))
+            return comm.all_gather(t * 2, out=out).sum(0) + out[1]
+
+        def sent(t: torch.Tensor) -> torch.Tensor:
+            y = t * 2
+            return comm.broadcast(y, root=1) + y
+
+        def normed(t: torch.Tensor) -> torch.Tensor:
+            h, out = torch.ones_like(t), torch.empty_like(t)
+            return comm.all_reduce_rmsnorm(t, h, ones, out=out) * h
+
+        def waits(t: torch.Tensor) -> torch.Tensor:
+            comm.barrier()
+            return t
+
+        found: dict[str, Any] = {}
+        x = torch.full((1, 4), 1.0 + comm.rank)
+        for program in (in_place, apart, gathered, sent, normed, waits):
+            function = torch.compile(program, backend="aot_eager", fullgraph=True)
+            try:
+                found[program.__name__] = [round(function(x)[0, 0].item(), 4) for _ in range(2)]
+            except Exception as error:
+                found[program.__name__] = str(error)
+        found["x"] = x[0, 0].item()
+        return found
+
+
 def compiled() -> float:
     """The op under torch.compile, in one graph; importing the compiler takes long."""
     with ranks_set_up("cpu") as setup:

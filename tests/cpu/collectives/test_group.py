@@ -196,6 +196,21 @@ def test_the_op_can_be_traced_and_captured(halma_rank_pools: RankPools) -> None:
 
 
 @pytest.mark.nightly
+def test_plain_calls_can_be_compiled(halma_rank_pools: RankPools) -> None:
+    for rank, found in enumerate(halma_rank_pools[2].run(programs.compiled_calls, seconds=200.0)):
+        barrier = found.pop("waits")
+        assert found == {
+            "in_place": [12.0, 12.0],
+            "apart": [7.0 + rank, 7.0 + rank],
+            "gathered": [10.0, 10.0],
+            "sent": [8.0, 8.0],
+            "normed": [4.0, 4.0],
+            "x": 1.0 + rank,
+        }
+        assert "Communicator.barrier() cannot be part" in barrier and "torch.ops.halma.all_reduce" in barrier
+
+
+@pytest.mark.nightly
 def test_the_op_compiles_into_one_graph(halma_rank_pools: RankPools) -> None:
     assert halma_rank_pools[2].run(programs.compiled, seconds=200.0) == [9.0, 9.0]
 
