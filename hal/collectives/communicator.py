@@ -298,6 +298,18 @@ class Communicator:
         """
         self._faults.poll()
 
+    def wait(self) -> None:
+        """Wait for the device, then :meth:`poll`: what is read behind it is of calls that went well.
+
+        A call that meets a mismatch may leave sums that look valid in a part of its result; but no call ends on the
+        device before its headers were compared, so behind a wait the fault is always known.
+
+        Raises:
+            ChannelFault: as :meth:`poll`.
+        """
+        self._backend.device.synchronize()
+        self.poll()
+
     def flight(self) -> list[FlightEntry]:
         """The calls this rank started last, oldest first; also while the device hangs."""
         return self._faults.flight()
