@@ -2,8 +2,9 @@
 
 ``python -m ci.mutants`` runs every mutant of ``tests/mutants/*.toml``, each in a private copy of the checkout;
 ``--only G12`` or ``--only ID`` runs some, ``--jobs N`` so many at a time, ``--output FILE.md`` or ``FILE.json``
-keeps the table. A mutant counts as noticed when a test that names its rule as its own fails; that something else
-fails is not enough. The tests run unchanged first and must be green, so that red means the mutant.
+keeps the table. ``--backend cuda`` runs those of ``tests/mutants/gpu`` instead, on a GPU. A mutant counts as noticed
+when a test that names its rule as its own fails; that something else fails is not enough. The tests run unchanged
+first and must be green, so that red means the mutant.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def _problems(mutant: Mutant, root: Path) -> Iterable[str]:
     if count != 1:
         yield f"{mutant.file} holds the guard's text {count} times; bring this table up to date"
         return
+    if path.suffix != ".py":
+        return
     try:
         ast.parse(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new))
     except SyntaxError as error:
@@ -137,10 +140,18 @@ class Copy:
     Args:
         folder: where it goes; empty.
         green: what runs of unchanged tests gave, which all copies may share.
+        backend: that the tests run on.
     """
 
-    def __init__(self, folder: Path, root: Path = ROOT, green: dict[tuple[str, ...], dict[str, Any]] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        root: Path = ROOT,
+        green: dict[tuple[str, ...], dict[str, Any]] | None = None,
+        backend: str = "cpu",
+    ):
         self._folder = folder
+        self._on = [] if backend == "cpu" else ["--halma-backend", backend, "--halma-require-backend", backend]
         self._green = {} if green is None else green
         skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
         for name in COPIED:
@@ -186,7 +197,7 @@ class Copy:
     def _pytest(self, tests: Sequence[str]) -> dict[str, Any]:
         report = self._folder / "report.json"
         report.unlink(missing_ok=True)
-        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *tests]
+        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *self._on, *tests]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HALMA_", "PYTEST_"))}
         # No bytecode: what is compiled from a mutant must not outlive it.
         ours = {"PYTHONPATH": str(self._folder / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -207,7 +218,7 @@ class Copy:
         return {"exit": done.returncode, "tests": data["tests"], "tail": said[-1].strip()}
 
 
-def try_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Outcome]:
+def try_all(mutants: Sequence[Mutant], jobs: int, backend: str = "cpu") -> Iterator[Outcome]:
     """The outcomes in the order of the table, each as soon as it and those before it are known."""
     with tempfile.TemporaryDirectory(prefix="halma-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         green: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -215,7 +226,7 @@ def try_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Outcome]:
         for number in range(jobs):
             place = Path(folder) / str(number)
             place.mkdir()
-            idle.put(Copy(place, green=green))
+            idle.put(Copy(place, green=green, backend=backend))
 
         def in_a_copy(work: Callable[[Copy], T]) -> T:
             copy = idle.get()
@@ -237,15 +248,15 @@ def uncovered(mutants: Iterable[Mutant]) -> list[str]:
     return [rule.id for rule in RULES if not rule.elsewhere and rule.id not in covered]
 
 
-def markdown(outcomes: Sequence[Outcome], missing: Sequence[str]) -> str:
+def markdown(outcomes: Sequence[Outcome], missing: Sequence[str], backend: str = "cpu") -> str:
     """The table as committed."""
     noticed = sum(one.verdict == "noticed" for one in outcomes)
     lines = [
         "# Mutants: guards taken away, and the tests that noticed",
         "",
-        f"`make mutants`: {noticed} of {len(outcomes)} noticed. Python {platform.python_version()}, CPU backend, "
-        "evidence cpu. A mutant is noticed when a test that names its rule fails; the last column says how many of "
-        "the rule's control arms stayed green all the same.",
+        f"`make mutants`: {noticed} of {len(outcomes)} noticed. Python {platform.python_version()}, backend {backend}, "
+        f"evidence {backend}. A mutant is noticed when a test that names its rule fails; the last column says how many "
+        "of the rule's control arms stayed green all the same.",
         "",
         "| mutant | guard | verdict | tests that went red | control arms green |",
         "|---|---|---|---|---|",
@@ -257,13 +268,14 @@ def markdown(outcomes: Sequence[Outcome], missing: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(path: Path, outcomes: Sequence[Outcome], missing: Sequence[str]) -> None:
+def _write(path: Path, outcomes: Sequence[Outcome], missing: Sequence[str], backend: str = "cpu") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
-        data = {"schema": "halma.mutants/1", "python": platform.python_version(), "uncovered": list(missing)}
+        about = {"schema": "halma.mutants/1", "python": platform.python_version(), "backend": backend}
+        data = {**about, "uncovered": list(missing)}
         path.write_text(json.dumps({**data, "mutants": [asdict(one) for one in outcomes]}, indent=1) + "\n")
     else:
-        path.write_text(markdown(outcomes, missing), encoding="utf-8")
+        path.write_text(markdown(outcomes, missing, backend), encoding="utf-8")
 
 
 def _positive(text: str) -> int:
@@ -279,9 +291,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="RULE|ID", help="may be repeated")
     parser.add_argument("--output", action="append", default=[], type=Path, metavar="FILE", help=".md or .json; repeat")
     parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="so many at a time (1)")
+    parser.add_argument("--backend", default="cpu", metavar="NAME", help="cpu, or whose device runs the GPU's table")
     options = parser.parse_args(arguments)
+    on_a_device = options.backend != "cpu"
     try:
-        mutants = load()
+        mutants = load(TABLE / "gpu") if on_a_device else load()
     except MutantError as error:
         print(error, file=sys.stderr)
         return 2
@@ -293,13 +307,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     chosen = [one for one in mutants if not options.only or {one.id, one.rule} & set(options.only)]
     outcomes: list[Outcome] = []
-    for one in try_all(chosen, options.jobs):
+    for one in try_all(chosen, options.jobs, options.backend):
         outcomes.append(one)
         shown = f"{len(one.red)} red, {one.controls_green}/{one.controls} controls green"
         print(f"{one.verdict:<11}  {one.mutant:<36}  {shown}  {one.seconds:.0f} s  {one.detail}", flush=True)
-    missing = [] if options.only else uncovered(mutants)
+    missing = [] if options.only or on_a_device else uncovered(mutants)
     for path in options.output:
-        _write(path, outcomes, missing)
+        _write(path, outcomes, missing, options.backend)
     noticed = sum(one.verdict == "noticed" for one in outcomes)
     print(f"{noticed} of {len(outcomes)} noticed" + (f"; rules without a mutant: {', '.join(missing)}" * bool(missing)))
     return 0 if noticed == len(outcomes) and not missing else 1

@@ -93,6 +93,10 @@ class RankError(CollectiveError):
     """A peer did not do its part of a call within the bound, or did another one (invariant C7)."""
 
 
+class RankLeft(RankError):
+    """A peer said that it does not come, and why (invariant G26)."""
+
+
 class CaptureError(HalmaError):
     """A graph could not be captured, or was used against its contract."""
 

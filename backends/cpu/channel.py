@@ -21,6 +21,7 @@ from halma.backends.cpu.sums import bytes_of, poison
 from halma.hal.backend import Stream
 from halma.hal.collectives.arithmetic import fused_norm
 from halma.hal.collectives.contract import (
+    Algorithm,
     Box,
     Call,
     ChannelSite,
@@ -38,6 +39,13 @@ from halma.hal.graph.current import current_recorder, note_launch
 
 SCRUB_MASK: Final = 0xFFFFF
 """Two calls in 2^20, one of each parity, zero what is stale."""
+PHASES: Final = {
+    (Algorithm.TWO_SHOT, Wire.CHUNKS): (0, 1),
+    (Algorithm.ONE_SHOT, Wire.CHUNKS): (1,),
+    (Algorithm.STAGED, Wire.FLAGS): (0,),
+    (Algorithm.STAGED_TWO_SHOT, Wire.FLAGS): (0, 1),
+}
+"""Whose flags a way uses."""
 ENTRY: Final = np.dtype(
     [
         ("call", "<u4"),
@@ -80,7 +88,7 @@ class CpuChannel:
             run()
             return
         reads = [t for t in (operands.source, operands.residual, operands.weight) if t is not None]
-        writes = [t for t in (operands.out, operands.norm_out) if t is not None]
+        writes = [t for t in (operands.out, operands.norm_out, operands.scale_out) if t is not None]
         # All calls of a channel write its control block, so two that nothing orders are a race on the tape (C4).
         recorder.record_node(
             f"collective:{self._name}",
@@ -128,7 +136,8 @@ class CpuChannel:
         words = -(-call.nbytes // 4) if choice.wire is Wire.WORDS else 0
         layout = self._memory.layout
         flags = {Wire.CHUNKS: layout.chunk_flags, Wire.FLAGS: layout.stage_flags}.get(choice.wire)
-        self._memory.scrub(epoch, words, flags if call.nbytes else None)
+        phases = PHASES.get((choice.algorithm, choice.wire), ())
+        self._memory.scrub(epoch, words, flags if call.nbytes else None, phases)
 
     def _note(self, number: int, call: Call, choice: Choice) -> None:
         entry = self._entries[number % len(self._entries)]

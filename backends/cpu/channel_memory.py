@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -108,7 +108,7 @@ class ChannelMemory:
 
     # -- staleness ----------------------------------------------------------------------------------
 
-    def scrub(self, epoch: int, words_in_use: int, flags_in_use: Lane | None) -> None:
+    def scrub(self, epoch: int, words_in_use: int, flags_in_use: Lane | None, phases: Sequence[int]) -> None:
         """Zero what this call and the calls of its buffer since the last scrub left, at the start of a call.
 
         A peer may have started this call, never the next one, before it has this rank's header. So nobody stores
@@ -127,7 +127,7 @@ class ChannelMemory:
                     flags = self.u32(self.rank, lane.at(phase, peer), MAX_BLOCKS)
                     mine = flag_word(epoch)
                     flags[:mine] = flags[mine + 1 :] = 0
-                    if lane is not flags_in_use:  # else this call's flag may be there already
+                    if lane is not flags_in_use or phase not in phases:  # else this call's flag may be there already
                         flags[mine] = 0
 
     def refill(self) -> None:

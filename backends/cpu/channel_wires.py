@@ -1,4 +1,4 @@
-"""How a call's data travels on the CPU: the five ways of a channel, over numpy arrays.
+"""How a call's data travels on the CPU: the six ways of a channel, over numpy arrays.
 
 A way takes a :class:`Turn` and gives the bytes of its result: of a sum the sum, else every sender's message by rank.
 The result is complete only once the headers are there, which the driver waits for; nothing is written to a tensor
@@ -142,6 +142,26 @@ def chunks(turn: Turn) -> dict[int, Any]:
     return {me: np.concatenate([sums[rank] for rank in sorted(sums)])}
 
 
+def moved_in_chunks(turn: Turn) -> dict[int, Any]:
+    """One push of plain bytes, and a flag behind it, into the boxes that a two-shot's sums come to.
+
+    They have one buffer: nobody sends before every rank has begun the call, and so has read those of the last.
+    """
+    memory, call, me = turn.memory, turn.call, turn.memory.rank
+    gather, flags = turn.lane(memory.layout.gather), turn.lane(memory.layout.chunk_flags)
+    parts: dict[int, Any] = {}
+    if turn.sends:
+        for peer in memory.others:
+            memory.wait_header(call, turn.epoch, peer)
+        parts[me] = turn.data
+        for peer in memory.others:
+            memory.u8(peer, gather.at(0, me), call.nbytes)[:] = turn.data
+        memory.send_flags(flags, 1, turn.epoch)
+    peers = [rank for rank in turn.senders if rank != me]
+    _await_flags(turn, flags, 1, peers)
+    return parts | {peer: memory.u8(me, gather.at(0, peer), call.nbytes) for peer in peers}
+
+
 def staged(turn: Turn) -> dict[int, Any]:
     """Each sender puts its message into its own memory; the others pull it behind a flag."""
     memory, call = turn.memory, turn.call
@@ -203,6 +223,7 @@ WAYS: Final[dict[tuple[Algorithm, Wire], Callable[[Turn], dict[int, Any]]]] = {
     (Algorithm.ONE_SHOT, Wire.WORDS): words,
     (Algorithm.ONE_SHOT, Wire.SENTINEL): sentinel,
     (Algorithm.TWO_SHOT, Wire.CHUNKS): chunks,
+    (Algorithm.ONE_SHOT, Wire.CHUNKS): moved_in_chunks,
     (Algorithm.STAGED, Wire.FLAGS): staged,
     (Algorithm.STAGED_TWO_SHOT, Wire.FLAGS): staged_two_shot,
 }

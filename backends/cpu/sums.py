@@ -32,7 +32,7 @@ def added_up(parts: Sequence[Bytes], dtype: torch.dtype) -> Bytes:
 
 def poison(operands: Operands) -> None:
     """NaN in every result; all ones where a dtype has no NaN."""
-    for tensor in (operands.out, operands.norm_out):
+    for tensor in (operands.out, operands.norm_out, operands.scale_out):
         if tensor is not None and tensor.numel():
             tensor = tensor.detach()
             if tensor.is_floating_point() or tensor.is_complex():

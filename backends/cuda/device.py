@@ -15,7 +15,9 @@ from typing import NoReturn, Protocol
 
 import torch
 
+from halma.backends.cuda import driver
 from halma.backends.cuda.driver import ensure_context, is_capturing
+from halma.backends.cuda.queues import Lending, new_queue, pooled_queue
 from halma.hal.backend import DevicePart, Event, MemoryInfo, Stream
 from halma.hal.errors import CaptureError
 from halma.hal.graph.current import note_failure, open_captures, refuse_other_thread
@@ -212,7 +214,8 @@ class CudaDevice:
         self.index = index
         self._state = state
         self._main = CudaStream(state, "main", self, torch.cuda.default_stream(index))
-        # The names of live streams. torch hands its 32 streams out in turn: of two names the newer one is shown.
+        self._queues: Lending[torch.cuda.Stream] = Lending(lambda: new_queue(index))
+        # Live streams by torch's number of their queue.
         self._streams: weakref.WeakValueDictionary[int, CudaStream] = weakref.WeakValueDictionary()
         # From the pool of high priority, which new_stream() never takes from: it must be nobody else's stream.
         self._stand_in = torch.cuda.Stream(index, priority=-1)
@@ -257,12 +260,22 @@ class CudaDevice:
         return known
 
     def new_stream(self, name: str) -> CudaStream:
-        """One of torch's pooled streams, never the one that is current; after 32 more it is handed out again."""
+        """A stream whose queue is no other live stream's, be it ours or torch's; without bindings, no other of ours.
+
+        Raises:
+            CapabilityError: there are no bindings, and all of torch's streams are in use.
+        """
+        ensure_context(self.index)
+        own = driver.why_missing() is None
         current = torch._C._cuda_getCurrentStream(self.index)[0]
-        made = torch.cuda.Stream(self.index)
-        if made.stream_id == current:
-            made = torch.cuda.Stream(self.index)
+        made = (
+            self._queues.take()
+            if own
+            else pooled_queue(self.index, lambda number: number == current or number in self._streams)
+        )
         stream = CudaStream(self._state, name, self, made)
+        if own:
+            self._queues.lend(stream, made)
         self._streams[made.stream_id] = stream
         return stream
 

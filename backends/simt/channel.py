@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from halma.backends.simt import mixed
 from halma.backends.simt.geometry import MOST_THREADS, Geometry, geometry, most_blocks, norm_threads, room
+from halma.backends.simt.records import FaultRecord, read_flight
 from halma.backends.simt.sources import DTYPES, SITE_FIELDS, UNITS, Target, source
 from halma.hal.arena.layout import MAX_BLOCKS, Lane
 from halma.hal.backend import Backend, Stream
@@ -22,13 +23,13 @@ from halma.hal.collectives.contract import (
     ChannelSite,
     Choice,
     ErrorRecord,
-    Fault,
     FlightEntry,
     Kind,
     Operands,
     Wire,
 )
 from halma.hal.collectives.mixing import PART_BYTES
+from halma.hal.collectives.remembered import forget_oldest
 from halma.hal.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ _NO_ROOT = 255
 _SENTINEL_DTYPES = (*DTYPES, "float64")
 """All ones is a NaN of theirs, and the NaN with the last bit cleared is as good."""
 _MOST_ROW_UNITS = 4096
-_FAULT_RECORD = struct.Struct("<8IQ")
-_FLIGHT = struct.Struct("<IIQIIII")
 _STEMS = {
     (Algorithm.ONE_SHOT, Wire.WORDS): "words",
     (Algorithm.ONE_SHOT, Wire.SENTINEL): "sentinel",
@@ -78,7 +77,7 @@ class SimtChannel:
     Args:
         site: where it lives. Its memory must be as the arena leaves it: zero, lanes prefilled.
         backend: whose parts are used: kernels (all of the channel's are loaded here, C18), and a stream of the
-            device's, on which records are read while the channel's own hangs. Its name is the dialect's.
+            device's, on which the bound is set while the channel's own hangs. Its name is the dialect's.
         resident_threads: how many threads the arena's channels share (C16); by default all that the device holds.
         clock_khz: rate of the device's clock, where it does not count nanoseconds itself.
         without: parts of the protocol left out of the kernels, to measure what they cost.
@@ -109,7 +108,8 @@ class SimtChannel:
             unit = source(name, site.size, target, without=without)
             self._kernels.update(backend.kernels.load(unit, UNITS[name].entries))
         self._control = site.own.tensor[layout.control : layout.control + control.CONTROL_BYTES]
-        self._side = backend.device.new_stream(f"{layout.name} records")
+        self._side = backend.device.new_stream(f"{layout.name} settings")
+        self._record = FaultRecord(backend)
         self._table = self._site_table()
         self._prefix = (
             *(peer.address for peer in site.peers),
@@ -117,7 +117,8 @@ class SimtChannel:
             self._table.data_ptr(),
             site.own.address + layout.control,
         )
-        self._plans: dict[int, list[_Plan]] = {}
+        self._plans: dict[int, _Plan] = {}
+        self._set_words(control.FAULT_PLACE, struct.pack("<Q", self._record.address))
         self._set_words(control.BOUND, struct.pack("<Q", site.bound_ns))
         if site.first_epoch:
             self._set_epoch(site.first_epoch)
@@ -185,13 +186,15 @@ class SimtChannel:
         self._launch(plan.norm, plan.norm_grid, plan.norm_block, arguments, stream=stream, dependent=dependent)
 
     def _plan(self, call: Call, choice: Choice, operands: Operands, box: Box | None) -> _Plan:
-        # By identity first: hashing a call costs more than launching it.
+        # By identity: hashing a call costs more than launching it.
         row = operands.row_length
-        for plan in self._plans.get(id(call), ()):
-            if plan.choice is choice and plan.box is box and plan.row_length == row:
-                return plan
+        plan = self._plans.get(id(call))
+        if plan is not None and plan.choice is choice and plan.row_length == row and box is None:
+            return plan
         plan = self._make_plan(call, choice, row, box)
-        self._plans.setdefault(id(call), []).append(plan)  # holds the call, so that its id stays its own
+        if box is None:  # a slot is one captured call's, which is not made again
+            self._plans[id(call)] = plan  # holds the call, so that its id stays its own
+            forget_oldest(self._plans)
         return plan
 
     def _make_plan(self, call: Call, choice: Choice, row_length: int, box: Box | None) -> _Plan:
@@ -332,24 +335,12 @@ class SimtChannel:
 
     # --------------------------------------------------------------------------------------------- records
     def error(self) -> ErrorRecord | None:
-        """The sticky fault, if there is one; read on a stream of its own, so that a spinning one is not waited for."""
-        fault, peer, call, digest, expected, seen, algorithm, complete, waited = _FAULT_RECORD.unpack(
-            self._words(control.FAULT, _FAULT_RECORD.size)
-        )
-        if fault == 0 or complete != 1:
-            return None
-        return ErrorRecord(Fault(fault), peer, call, digest, expected, seen, algorithm, waited)
+        """The sticky fault, if there is one; a read of host memory, also while the device hangs."""
+        return self._record.read()
 
     def flight(self) -> Sequence[FlightEntry]:
         """The calls this rank started last, oldest first; a read of host memory, also while the device hangs."""
-        raw = self.site.recorder.numpy().tobytes()
-        count = len(raw) // FLIGHT_BYTES
-        entries: list[FlightEntry] = []
-        for place in range(count):
-            call, digest, time_ns, nbytes, kind, algorithm, _ = _FLIGHT.unpack_from(raw, place * FLIGHT_BYTES)
-            if call and call % count == place:  # else a half-written entry, or none
-                entries.append(FlightEntry(call, digest, time_ns, nbytes, kind, algorithm))
-        return sorted(entries, key=lambda entry: entry.time_ns)
+        return read_flight(self.site.recorder)
 
     def set_bound(self, bound_ns: int) -> None:
         """Device state: captured calls take it at their next look at the clock."""
@@ -365,8 +356,9 @@ class SimtChannel:
         with self._side:
             for lane in self.site.layout.lanes.values():
                 own[lane.offset : lane.offset + lane.nbytes].fill_(lane.fill)
-            self._control[control.FAULT : control.CONTROL_BYTES].zero_()
+            self._control[control.FAULT : control.FAULT_PLACE].zero_()
         self._side.synchronize()
+        self._record.clear()
         self._set_epoch(epoch)
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ _STAGED = f"{_STRESS}::test_staged"
 _MIXED = f"{_STRESS}::test_mixed_grids"
 _STREAMS = "tests/gpu/collectives/test_streams.py::test_back_to_back_replays"
 _FAULTS = "tests/gpu/collectives/test_faults.py::test_a_rank_is_missing"
+_HANGS = "tests/gpu/collectives/test_faults.py::test_a_fault_is_read_while_the_device_hangs"
 _WRAP = "tests/gpu/collectives/test_interleaved.py::test_old_flags_are_scrubbed"
 _FLIGHT = "tests/gpu/collectives/test_faults.py::test_the_flight_recorder_names_the_straggler"
 
@@ -157,14 +158,30 @@ TABLE: Final = (
     ),
     Order("HEADER_LOAD", "load8_relaxed", None, "digest and epoch are read as one 8-byte word; bypasses L1", _MIXED),
     Order(
-        "FAULT_LOAD", "load4_relaxed", "load4_relaxed", "only ever goes from 0 to a fault: late is harmless", _FAULTS
+        "FAULT_LOAD",
+        "load4_relaxed",
+        "load4_relaxed",
+        "only ever goes from 0 to a fault: late is harmless; of the record, by the thread that stored it",
+        _FAULTS,
     ),
     Order(
         "FAULT_CLAIM", "compare_exchange4", "compare_exchange4", "one thread of the device writes the record", _FAULTS
     ),
-    Order("FAULT_STORE", "store4_relaxed", "store4_relaxed", "ordered by FAULT_COMPLETE", _FAULTS),
     Order(
-        "FAULT_COMPLETE", "store4_release", "store4_release", "the host reads the record only when this is 1", _FAULTS
+        "FAULT_PLACE_LOAD",
+        "load8_relaxed",
+        "load8_relaxed",
+        "written by the host before the channel's first call",
+        _HANGS,
+    ),
+    Order("FAULT_STORE", "store4_relaxed", "store4_relaxed", "the fault word last, behind FAULT_FENCE", _HANGS),
+    Order(
+        "FAULT_FENCE",
+        "fence_system",
+        "fence_system",
+        "the host reads the record's words when it has seen the fault word; a fence and a store: atomics on host "
+        "memory are not given on every bus",
+        _HANGS,
     ),
     Order("BOUND_LOAD", "load8_relaxed", "load8_relaxed", "written by the host; seen at the next look", _FAULTS),
     Order(

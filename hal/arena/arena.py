@@ -22,6 +22,7 @@ from halma.hal.errors import ArenaError
 from halma.hal.graph.agreement import Agreement
 from halma.hal.graph.current import note_failure, open_captures, open_scopes
 from halma.hal.graph.descriptor import Descriptor
+from halma.hal.process import Home
 from halma.hal.settings import settings
 
 KINDS = ("persistent", "scratch")
@@ -47,6 +48,7 @@ class Arena:
         self.checked = checked
         self.closed = False
         self.recording: Descriptor | None = None
+        self._home = Home()
         self._memory = memory
         self._recorder: Use | None = None
         self._uses: list[Use] = []
@@ -87,9 +89,11 @@ class Arena:
         Graphs that use the arena cannot be replayed any more, so close their sessions first.
 
         Raises:
-            ArenaError: a capture is open. Or, when all is freed: in checked mode a guard zone was written to.
+            ArenaError: a capture is open, or this process is a fork of the one that made the arena. Or, when all is
+                freed: in checked mode a guard zone was written to.
             RankError: a peer did not come; everything is freed all the same.
         """
+        self._home.refuse_other("the arena", "close()", ArenaError)
         if self.closed:
             return
         refuse_capturing("an arena is closed")
@@ -250,7 +254,8 @@ class Arena:
         self._uses = [one for one in self._uses if one is not use]
 
     def refuse_closed(self, asked: str) -> None:
-        """Raise ArenaError where the arena is closed."""
+        """Raise ArenaError where the arena is closed, or this process is a fork of the one that made it."""
+        self._home.refuse_other("the arena", asked, ArenaError)
         if self.closed:
             raise ArenaError("the arena is closed", asked=asked, do="make a new one")
 

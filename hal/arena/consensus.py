@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from halma.hal.arena.ledger import first_difference
 from halma.hal.collectives.contract import Ranks
-from halma.hal.errors import ArenaError, CaptureError, RankError
+from halma.hal.errors import ArenaError, CaptureError, RankError, RankLeft
 from halma.hal.graph.agreement import Vote
 
 T = TypeVar("T")
@@ -68,10 +68,13 @@ class RanksAgreement:
         """Every rank's vote. The stage is part of it and is compared by the session, which names what differs.
 
         Raises:
+            RankLeft: a rank said that it does not come.
             CaptureError: a rank did not vote in time.
         """
         try:
             return self._ranks.exchange("vote", vote)
+        except RankLeft:
+            raise
         except RankError as error:
             raise CaptureError(
                 "a rank did not take part in a capture",
@@ -79,3 +82,7 @@ class RanksAgreement:
                 found=str(error).splitlines(),
                 do="look at the other ranks' own errors: one of them ended, or captures other descriptors",
             ) from error
+
+    def leave(self, reason: str) -> None:
+        """See :meth:`halma.hal.collectives.contract.Ranks.leave`."""
+        self._ranks.leave(reason)

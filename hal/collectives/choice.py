@@ -28,8 +28,9 @@ ORDER: Final[tuple[Way, ...]] = (
     (Algorithm.TWO_SHOT, Wire.CHUNKS),
     (Algorithm.STAGED, Wire.FLAGS),
     (Algorithm.STAGED_TWO_SHOT, Wire.FLAGS),
+    (Algorithm.ONE_SHOT, Wire.CHUNKS),
 )
-"""By falling preference; a small message is fastest with its flags inside."""
+"""By falling preference of sums; a small message is fastest with its flags inside. The last is for all else alone."""
 
 MIXING_WAY: Final[Way] = (Algorithm.ONE_SHOT, Wire.SENTINEL)
 WORDS_LARGEST: Final = 64 * 1024
@@ -38,7 +39,7 @@ SENTINEL_FROM: Final = 8 * 1024
 """Bytes of a sum from which the sentinel comes first: 1.73 us against 1.94 at 8 KB, 2.06 against 2.23 at 64 KB between
 two H200s (docs/results/2026-11-30-allreduce-two-h200.md)."""
 STAGED_LARGEST: Final = 256 * 1024
-"""Bytes that a staged one-shot is used for: every rank pulls the whole message of every peer."""
+"""Bytes that a staged one-shot sum is used for: every rank pulls the whole message of every peer."""
 SUMMED: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """dtypes that are added up, in float32, and their bytes."""
 REDUCTIONS: Final = (Kind.ALL_REDUCE, Kind.ALL_REDUCE_NORM)
@@ -107,13 +108,15 @@ def choose(
     for way in _by_preference(call):
         reason = why_not(way, call, layout, atomicity)
         if reason is None:
-            return Choice(*way, why="rule: " + _range(way, layout))
+            return Choice(*way, why="rule: " + _range(way, layout, call.kind))
         reasons.append(f"{name_of(way)}: {reason}")
     return Refusal("; ".join(reasons))
 
 
 def _by_preference(call: Call) -> Sequence[Way]:
-    if call.kind in REDUCTIONS and call.nbytes >= SENTINEL_FROM:
+    if call.kind not in REDUCTIONS:
+        return (*ORDER[:2], ORDER[-1], *ORDER[2:-1])
+    if call.nbytes >= SENTINEL_FROM:
         return (ORDER[1], ORDER[0], *ORDER[2:])
     return ORDER
 
@@ -151,9 +154,13 @@ def why_not(way: Way, call: Call, layout: ChannelLayout, atomicity: int | Unknow
         return f"it needs stores of {needed} bytes that are seen whole, and remote_store_atomicity is {atomicity}"
     if algorithm in (Algorithm.TWO_SHOT, Algorithm.STAGED_TWO_SHOT) and call.kind not in REDUCTIONS:
         return "only sums are made in two phases"
+    if way == (Algorithm.ONE_SHOT, Wire.CHUNKS) and call.kind in REDUCTIONS:
+        return "sums that are too large for one phase in words or with a sentinel are made in two"
+    if call.gives_fp8 and algorithm is not Algorithm.ONE_SHOT:
+        return "the sum would need memory of its own before the norm, which is given as fp8 and is half as large"
     if wire is Wire.SENTINEL and call.dtype not in SUMMED:  # four bytes of a float64 may well be all ones (C9)
         return f"{call.dtype} may hold the sentinel as a value"
-    largest = _largest(way, layout)
+    largest = _largest(way, layout, call.kind)
     if largest is None:
         return "the plan has no lane for it"
     if call.nbytes > largest:
@@ -161,7 +168,7 @@ def why_not(way: Way, call: Call, layout: ChannelLayout, atomicity: int | Unknow
     return None
 
 
-def _largest(way: Way, layout: ChannelLayout) -> int | None:
+def _largest(way: Way, layout: ChannelLayout, kind: Kind) -> int | None:
     """Most payload of a rank, or None where the plan has no lane."""
     algorithm, wire = way
     if wire is Wire.WORDS:
@@ -169,18 +176,20 @@ def _largest(way: Way, layout: ChannelLayout) -> int | None:
     if wire is Wire.SENTINEL:
         return None if layout.sentinel is None else layout.sentinel.largest
     if wire is Wire.CHUNKS:
-        return None if layout.scatter is None or layout.gather is None else layout.largest
+        if layout.scatter is None or layout.gather is None:
+            return None
+        return layout.largest if algorithm is Algorithm.TWO_SHOT else layout.gather.largest
     if layout.staging is None or layout.stage_flags is None:
         return None
     if algorithm is Algorithm.STAGED:
-        # Without memory for sums there is no second way: then the first takes all that fits.
-        most = layout.staging.largest
-        return most if layout.stage_sum is None else min(most, STAGED_LARGEST)
+        # Where there is no way in two phases the one phase takes all that fits.
+        most, two = layout.staging.largest, kind in REDUCTIONS and layout.stage_sum is not None
+        return min(most, STAGED_LARGEST) if two else most
     return None if layout.stage_sum is None else layout.largest
 
 
-def _range(way: Way, layout: ChannelLayout) -> str:
-    return f"up to {_largest(way, layout) or 0:,} bytes"
+def _range(way: Way, layout: ChannelLayout, kind: Kind) -> str:
+    return f"up to {_largest(way, layout, kind) or 0:,} bytes"
 
 
 def most_blocks(threads_there: int | None, channels: int) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.compiler import is_dynamo_compiling
+
 from halma.hal.backend import Backend, Stream
 from halma.hal.collectives import vendor
 from halma.hal.collectives.choice import Table
@@ -33,9 +35,12 @@ from halma.hal.collectives.mix_operands import stream_call, stream_operands
 from halma.hal.collectives.opening import open_channel
 from halma.hal.collectives.operands import call_of, check_apart, check_like, check_root, check_tensor, norm_operands
 from halma.hal.collectives.ranks import AnsweringRanks
+from halma.hal.collectives.remembered import Calls
 from halma.hal.collectives.streams import OneStream
+from halma.hal.collectives.tracing import traced
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.current import current_recorder, current_scope, note_failure
+from halma.hal.process import Home
 from halma.hal.settings import settings
 
 if TYPE_CHECKING:
@@ -51,10 +56,15 @@ live: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictiona
 
 
 def _noted(method: F) -> F:
-    """A capture inside which a call was refused ends as failed, also if the program swallows the error (G3)."""
+    """A capture inside which a call was refused ends as failed, also if the program swallows the error (G3).
+
+    Where torch.compile traces Python code, an op stands for the call.
+    """
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # 0.1 us
+            return traced(method.__name__, args[0].id, *args[1:], **kwargs)
         try:
             return method(*args, **kwargs)
         except BaseException as error:
@@ -101,9 +111,9 @@ class Communicator:
         self.rank, self.size = ranks.rank, ranks.size
         self.descriptor = ""
         self._backend, self._ranks, self._arena, self._group = backend, ranks, arena, group
+        self._home = Home()
         self._checked = now.checked
-        self._calls: dict[Call, Call] = {}
-        self._known: dict[int, str] = {}
+        self._calls = Calls()
         self._comparing = Comparing(channel, ranks)
         self._stream = OneStream(channel, backend.device, self._before_replay)
         self._nothing = backend.memory.empty((0,), _uint8())
@@ -118,7 +128,7 @@ class Communicator:
                 backend, ranks, arena, channel,
                 bound=now.collective_bound, first_epoch=first_epoch, table=table, checked=now.checked,
             )  # fmt: skip
-        self._faults = Faults(channel, backend, ranks, self._driver, now.collective_bound, self._known)
+        self._faults = Faults(channel, backend, ranks, self._driver, now.collective_bound, self._calls.names)
         live[self.id] = self
 
     # -- calls --------------------------------------------------------------------------------------
@@ -142,18 +152,29 @@ class Communicator:
 
     @_noted
     def all_reduce_rmsnorm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-6, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float = 1e-6,
+        out: torch.Tensor,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``residual`` [..., H] becomes itself plus the sum of every rank's ``x``; ``out`` the RMS norm of it.
 
         ``weight`` [H] has x's dtype or float32. No two of the tensors share memory. Returns ``out``.
 
+        Args:
+            scale: float32 [..., H / 128]; then ``out`` is float8_e4m3fn, the norm by 128 columns over their scale
+                (:mod:`halma.hal.collectives.arithmetic`).
+
         Raises:
             As :meth:`all_reduce`.
         """
         kind = Kind.ALL_REDUCE_NORM
-        self._check(kind, x=x, residual=residual, weight=weight, out=out)
-        operands, detail = norm_operands(x, residual, weight, eps, out)
+        self._check(kind, x=x, residual=residual, weight=weight, out=out, **({} if scale is None else {"scale": scale}))
+        operands, detail = norm_operands(x, residual, weight, eps, out, scale)
         self._make(call_of(kind, x, detail=detail, descriptor=self._where()), operands)
         return out
 
@@ -223,7 +244,7 @@ class Communicator:
 
     def _make(self, call: Call, operands: Operands) -> None:
         self._refuse_closed(call.describe)
-        call = self._calls.get(call) or self._first(call)
+        call = self._calls.one(call)
         choice = self._deciding.choice(call)
         if isinstance(choice, Refusal) and call.kind is Kind.ALL_REDUCE_STREAMS:
             raise CollectiveError(
@@ -250,12 +271,8 @@ class Communicator:
         box = self._arena.take(call, choice.algorithm, self.channel) if capturing else None
         if capturing:
             self._comparing.file(call, choice)
+            self._calls.captured(call)
         self._driver.launch(call, choice, operands, box, stream)
-
-    def _first(self, call: Call) -> Call:
-        """One object stands for all equal calls: drivers keep what they prepared for it by its identity."""
-        self._known[call.digest] = call.describe()
-        return self._calls.setdefault(call, call)
 
     def choice(self, call: Call) -> Choice | Refusal:
         """How a call is, or would be, done; a pure function of agreed values (C5)."""
@@ -277,6 +294,7 @@ class Communicator:
 
     def _before_replay(self) -> None:
         """See :class:`OneStream`. In checked mode the first replay compares all that was captured (C6)."""
+        self._home.refuse_other("the communicator", "a replay", CollectiveError)
         if self.id not in live:
             raise CollectiveError(
                 "a graph has calls of a communicator that is closed",
@@ -322,6 +340,18 @@ class Communicator:
         """
         self._faults.poll()
 
+    def wait(self) -> None:
+        """Wait for the device, then :meth:`poll`: what is read behind it is of calls that went well.
+
+        A call that meets a mismatch may leave sums that look valid in a part of its result; but no call ends on the
+        device before its headers were compared, so behind a wait the fault is always known.
+
+        Raises:
+            ChannelFault: as :meth:`poll`.
+        """
+        self._backend.device.synchronize()
+        self.poll()
+
     def flight(self) -> list[FlightEntry]:
         """The calls this rank started last, oldest first; also while the device hangs."""
         return self._faults.flight()
@@ -332,6 +362,7 @@ class Communicator:
         Raises:
             CollectiveError: no number of seconds above 0, as ``HALMA_COLLECTIVE_BOUND`` takes.
         """
+        self._home.refuse_other("the communicator", "set_bound()", CollectiveError)
         self._faults.set_bound(seconds)
 
     def rearm(self) -> None:
@@ -359,6 +390,7 @@ class Communicator:
                 self._arena.vacate(self.channel)
 
     def _refuse_closed(self, asked: Callable[[], str]) -> None:
+        self._home.refuse_other("the communicator", asked, CollectiveError)
         if self.id not in live:
             raise CollectiveError("the communicator is closed", asked=asked(), do="make a new one")
         if self._arena is not None and self._arena.closed:

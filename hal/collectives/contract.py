@@ -26,6 +26,10 @@ WORLD_SIZES = (2, 4, 6, 8)
 """World sizes that the channel kernels are written for; others take the vendor's path, with the reason."""
 
 
+FP8_NORM = "norm float8_e4m3fn"
+"""What the detail of a fused norm ends with whose output is fp8."""
+
+
 class Kind(IntEnum):
     """What a call does; part of its digest, so the numbers never change."""
 
@@ -83,6 +87,11 @@ class Call:
     detail: str = ""
     descriptor: str = ""
     row_length: int = 0
+
+    @property
+    def gives_fp8(self) -> bool:
+        """Whether it is a fused norm whose output is fp8 with scales."""
+        return self.detail.endswith(FP8_NORM)
 
     @property
     def digest(self) -> int:
@@ -278,6 +287,9 @@ class ChannelDriver(Protocol):
     def launch(self, call: Call, choice: Choice, operands: Operands, box: Box | None, stream: Stream) -> None:
         """Queue one call on ``stream``: captured where the stream captures, run where it does not. Never waits.
 
+        One object stands for all equal calls, and one choice for all of a shape, so that what was prepared for them is
+        found by identity; but of :data:`halma.hal.collectives.remembered.MOST` of them at most.
+
         Every call sends each peer a header word and waits for one from each (C15), reads the epoch from device
         state and advances it (C2), and bounds every wait (C7). After a fault, calls write NaN and touch no peer.
         """
@@ -325,6 +337,15 @@ class Ranks(Protocol):
         """Every rank's value, by rank of the group; also a barrier. ``stage`` must be equal on all ranks.
 
         Raises:
+            RankLeft: a rank said that it does not come.
             RankError: a rank did not come in time, ended, or is at another stage; names it.
+        """
+        ...
+
+    def leave(self, reason: str) -> None:
+        """Instead of this rank's next exchange: tell whoever comes to it that this rank does not, and why.
+
+        Never waits and never raises, so that it can be called while an exception is on its way (G26). Ranks stay in
+        step: it counts as that exchange.
         """
         ...

@@ -15,7 +15,7 @@ EPOCH_CELLS: Final = 0
 BOUND: Final = 4 * MAX_BLOCKS
 """u64, ns: how long a wait may take. Device state, so that it can be changed without another capture."""
 FAULT: Final = BOUND + 8
-"""Fault, written by compare-and-swap from 0; then the record's words."""
+"""Fault, written by compare-and-swap from 0; then, where host code makes the calls, the record's words."""
 FAULT_PEER: Final = FAULT + 4
 FAULT_CALL: Final = FAULT + 8
 FAULT_DIGEST: Final = FAULT + 12
@@ -23,9 +23,12 @@ FAULT_EXPECTED: Final = FAULT + 16
 FAULT_SEEN: Final = FAULT + 20
 FAULT_ALGORITHM: Final = FAULT + 24
 FAULT_COMPLETE: Final = FAULT + 28
-"""1 once the record's words are all written."""
+"""1 once the record's words are all written. Host code only."""
 FAULT_WAITED: Final = FAULT + 32
 """u64, ns."""
+FAULT_PLACE: Final = FAULT + 40
+"""u64: address of pinned host memory, laid out as from FAULT on, that a device writes the record's words to; FAULT
+last. The fault itself stays here, where the next call looks for it."""
 CONTROL_BYTES: Final = FAULT + 64
 
 EPOCH_LAST: Final = 0xFFFFFFFF
@@ -51,8 +54,8 @@ def defines() -> Mapping[str, str]:
         "FAULT_EXPECTED",
         "FAULT_SEEN",
         "FAULT_ALGORITHM",
-        "FAULT_COMPLETE",
         "FAULT_WAITED",
+        "FAULT_PLACE",
         "EPOCH_LAST",
         "EPOCH_AFTER_LAST",
     )

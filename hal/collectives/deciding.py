@@ -9,6 +9,7 @@ from halma.hal.arena.layout import ChannelLayout
 from halma.hal.capabilities import Capabilities, Unknown
 from halma.hal.collectives.choice import THREADS, Table, choose, mixing_blocks, name_of, verdicts
 from halma.hal.collectives.contract import Call, Choice, Kind, Refusal
+from halma.hal.collectives.remembered import forget_oldest
 from halma.hal.decisions import Candidate, Decision, decisions
 from halma.hal.errors import CollectiveError
 
@@ -69,6 +70,7 @@ class Deciding:
         choice = self._choices.get(key)
         if choice is None:
             choice = self._choices[key] = self._decide(call)
+            forget_oldest(self._choices)
         return choice
 
     def _decide(self, call: Call) -> Choice | Refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from halma.hal.backend import Backend
@@ -20,7 +21,7 @@ class Faults:
     Args:
         driver: of the channel; None where there is none, and then there is never a fault.
         bound: seconds that a wait may take.
-        known: digest -> the call as this rank describes it; the communicator adds to it.
+        known: digest -> the call as this rank describes it; the communicator keeps it up to date.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Faults:
         ranks: AnsweringRanks,
         driver: ChannelDriver | None,
         bound: float,
-        known: dict[int, str],
+        known: Mapping[int, str],
     ) -> None:
         self._channel, self._backend, self._ranks, self._known = channel, backend, ranks, known
         self._driver = driver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from halma.hal.errors import CollectiveError
 from halma.hal.graph.agreement import Agreement
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.settings import settings
+
+importlib.import_module("halma.hal.collectives.custom_op")  # registers what tracers take for a communicator's calls
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from halma.hal.collectives.contract import Call, Kind, Operands
+from halma.hal.collectives.arithmetic import FP8_GROUP
+from halma.hal.collectives.contract import FP8_NORM, Call, Kind, Operands
 from halma.hal.errors import CollectiveError
 
 
@@ -97,7 +98,7 @@ def check_tensor(kind: Kind, name: str, value: Any, device: torch.device) -> Non
         raise CollectiveError(
             what,
             found=f"{type(value).__name__}, which has no memory that peers could be sent",
-            do="where somebody traces: torch.ops.halma.all_reduce (import halma.hal.collectives.custom_op)",
+            do="where somebody traces: torch.ops.halma.all_reduce",
         )
     if value.device != device:
         raise CollectiveError(what, found=f"it lies on {value.device}", do=f"the group's device is {device}")
@@ -157,12 +158,18 @@ def check_apart(kind: Kind, one: Named, two: Named, *, same: bool = False) -> No
 
 
 def norm_operands(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: Any, out: torch.Tensor
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: Any,
+    out: torch.Tensor,
+    scale: torch.Tensor | None,
 ) -> tuple[Operands, str]:
     """A fused norm's operands, and what of them ranks must have in common beside x's size and dtype.
 
     Raises:
-        CollectiveError: x is no rows of floating numbers, another tensor does not fit it, or two share memory.
+        CollectiveError: x is no rows of floating numbers, another tensor does not fit it, or two share memory; rows
+            that fp8's scales do not divide.
     """
     kind = Kind.ALL_REDUCE_NORM
     eps = check_eps(kind, eps)
@@ -172,15 +179,34 @@ def norm_operands(
             found=f"{name_of(x.dtype)}{list(x.shape)}",
             do="give it rows [..., H] of floating numbers",
         )
-    for name, tensor in (("residual", residual), ("out", out)):
-        check_like(kind, name, tensor, tuple(x.shape), x.dtype)
+    check_like(kind, "residual", residual, tuple(x.shape), x.dtype)
+    check_like(kind, "out", out, tuple(x.shape), x.dtype if scale is None else torch.float8_e4m3fn)
     wide = weight.dtype if weight.dtype == torch.float32 else x.dtype
     check_like(kind, "weight", weight, (x.shape[-1],), wide)
-    named = (("x", x), ("residual", residual), ("weight", weight), ("out", out))
+    named = [("x", x), ("residual", residual), ("weight", weight), ("out", out)]
+    if scale is not None:
+        check_groups(x)
+        check_like(kind, "scale", scale, (*x.shape[:-1], x.shape[-1] // FP8_GROUP), torch.float32)
+        named.append(("scale", scale))
     for one, two in combinations(named, 2):
         check_apart(kind, one, two)
     detail = f"rows of {x.shape[-1]}, eps {eps!r}, weight {name_of(weight.dtype)}"
-    return Operands(x, residual, residual, weight, out, eps=eps, row_length=x.shape[-1]), detail
+    detail += "" if scale is None else f", {FP8_NORM}"
+    return Operands(x, residual, residual, weight, out, scale, eps, x.shape[-1]), detail
+
+
+def check_groups(x: torch.Tensor) -> None:
+    """Refuse rows that are not whole groups of columns with a scale.
+
+    Raises:
+        CollectiveError: with their length.
+    """
+    if x.shape[-1] % FP8_GROUP or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise CollectiveError(
+            "all_reduce_norm cannot give fp8",
+            found=f"rows of {x.shape[-1]} of {name_of(x.dtype)}",
+            do=f"rows of a multiple of {FP8_GROUP} columns of bfloat16, float16 or float32, or no scale",
+        )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int] | None:

@@ -12,10 +12,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from halma.hal.collectives.contract import Ranks
-from halma.hal.errors import CollectiveError, RankError
+from halma.hal.errors import CollectiveError, RankError, RankLeft
+from halma.hal.process import Home
 
 SHORTEST_NAP: Final = 0.0002
 LONGEST_NAP: Final = 0.01
@@ -30,6 +33,13 @@ class AnsweringRanks(Ranks, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Left:
+    """In place of a rank's value: it does not come to this exchange."""
+
+    reason: str
+
+
 class SoloRanks:
     """One rank, which has nobody to wait for."""
 
@@ -40,6 +50,9 @@ class SoloRanks:
     def exchange(self, stage: str, value: Any) -> list[Any]:
         """Its own value."""
         return [value]
+
+    def leave(self, reason: str) -> None:
+        """Nobody waits."""
 
     def answers(self, stage: str, value: Any, seconds: float) -> Mapping[int, Any]:
         """Its own value."""
@@ -92,8 +105,11 @@ class DistributedRanks:
         name = str(getattr(group, "group_name", "group"))
         self._prefix = f"halma/{self._made[name]}"
         self._made[name] += 1
+        self._home = Home()
         self._seconds = seconds
         self._count = 0
+        self._said: list[int] = []
+        """Exchanges whose value of this rank is still in the store."""
         self.names: Sequence[str] = [f"rank {rank} of the group" for rank in range(self.size)]
         self.names = self.exchange("names", f"global rank {distributed.get_rank()} on {socket.gethostname()}")
 
@@ -101,10 +117,20 @@ class DistributedRanks:
         """Every rank's value, by rank of the group; nobody returns before all have come.
 
         Raises:
+            RankLeft: a rank said that it does not come; at once, whoever else is still missing.
             RankError: a rank did not come in time, or is at another stage; named.
         """
-        number, self._count = self._count, self._count + 1
+        self._home.refuse_other("the group", f"an exchange at {stage!r}", RankError)
+        number = self._next()
         found = self._gather(f"{number}", (stage, value), self._seconds)
+        left = {rank: one.reason for rank, (_, one) in found.items() if isinstance(one, _Left)}
+        if left:
+            raise RankLeft(
+                f"{self._listed(sorted(left))} left before {stage!r}",
+                asked=f"an exchange of {self.size} ranks; this is rank {self.rank} ({self.names[self.rank]})",
+                found=[f"rank {rank}: {left[rank]}" for rank in sorted(left)],
+                do="mend that rank's error; every rank must take part in what the others wait for",
+            )
         missing = [rank for rank in range(self.size) if rank not in found]
         if missing:
             raise RankError(
@@ -120,23 +146,42 @@ class DistributedRanks:
                     found=[f"rank {other}: {found[other][0]!r}" for other in range(self.size)],
                     do="every rank of a group must make the same calls in the same order",
                 )
-        if number:  # whoever came to this exchange has read the one before
-            self._ask(lambda: self._store.delete_key(self._key(f"{number - 1}", self.rank)))
+        done, self._said = self._said[:-1], self._said[-1:]
+        for one in done:  # whoever came to this exchange has read those before
+            self._ask(lambda key=self._key(f"{one}", self.rank): self._store.delete_key(key))
         return [found[rank][1] for rank in range(self.size)]
+
+    def leave(self, reason: str) -> None:
+        """See :meth:`halma.hal.collectives.contract.Ranks.leave`. Where the store is gone nobody can be told."""
+        with suppress(RankError):
+            self._home.refuse_other("the group", "leave()", RankError)
+            self._say(f"{self._next()}", ("", _Left(reason)))
+
+    def _next(self) -> int:
+        number, self._count = self._count, self._count + 1
+        self._said.append(number)
+        return number
 
     def answers(self, stage: str, value: Any, seconds: float) -> Mapping[int, Any]:
         """Values of the ranks that say something at ``stage`` within ``seconds``, this one's included.
 
         For reports after a fault: apart from the order of exchanges, and nobody has to come.
+
+        Raises:
+            RankError: this process is a fork of the rank.
         """
+        self._home.refuse_other("the group", f"answers to {stage!r}", RankError)
         try:
             found = self._gather(f"answers/{stage}", (stage, value), seconds)
         except RankError:
             return {self.rank: value}  # the store is gone
         return {rank: answer for rank, (_, answer) in sorted(found.items())}
 
-    def _gather(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
+    def _say(self, name: str, value: Any) -> None:
         self._ask(lambda: self._store.set(self._key(name, self.rank), pickle.dumps(value)))
+
+    def _gather(self, name: str, value: Any, seconds: float) -> dict[int, Any]:
+        self._say(name, value)
         found: dict[int, Any] = {}
         end, nap = time.monotonic() + seconds, SHORTEST_NAP
         while True:
@@ -144,7 +189,8 @@ class DistributedRanks:
                 key = self._key(name, rank)
                 if rank not in found and self._ask(lambda key=key: self._store.check([key])):
                     found[rank] = pickle.loads(self._ask(lambda key=key: self._store.get(key)))
-            if len(found) == self.size or time.monotonic() > end:
+            told = any(isinstance(one, _Left) for _, one in found.values())
+            if told or len(found) == self.size or time.monotonic() > end:
                 return found
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP)

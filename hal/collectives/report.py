@@ -91,11 +91,11 @@ def channel_fault(
 
 
 def _recorded(answers: Answers, digest: int) -> str:
-    """A call that this rank never made, as another rank's flight recorder has it."""
+    """A call that this rank did not make, or long ago, as another rank's flight recorder has it."""
     entries = (entry for flight in answers.flights.values() for entry in flight if entry.digest == digest)
     entry = next(entries, None)
     what = f"{_kind(entry)} of {entry.nbytes} bytes" if entry is not None else "a call"
-    return f"{what} with digest {digest:#010x} that this rank never made"
+    return f"{what} with digest {digest:#010x} that this rank did not make, or long ago"
 
 
 def _headline(record: ErrorRecord, rank: int, named: Callable[[int], str], call_of: Callable[[int], str]) -> str:

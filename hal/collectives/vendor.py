@@ -32,7 +32,7 @@ def run(call: Call, operands: Operands, group: Any, size: int) -> None:
         work()
         return
     reads = [t for t in (operands.source, operands.residual, operands.weight) if t is not None]
-    writes = [t for t in (operands.out, operands.norm_out) if t is not None]
+    writes = [t for t in (operands.out, operands.norm_out, operands.scale_out) if t is not None]
     recorder.record_node(NODE, work, reads=reads, writes=writes, parameters=(("call", call.describe()),))
 
 

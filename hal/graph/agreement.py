@@ -40,6 +40,10 @@ class Agreement(Protocol):
         """Every rank's vote, by rank."""
         ...
 
+    def leave(self, reason: str) -> None:
+        """Tell whoever comes to the next vote that this rank does not; never waits, never raises."""
+        ...
+
 
 class NoAgreement:
     """One rank, which always agrees."""
@@ -49,6 +53,9 @@ class NoAgreement:
     def exchange(self, vote: Vote) -> Sequence[Vote]:
         """Its own vote."""
         return (vote,)
+
+    def leave(self, reason: str) -> None:
+        """Nobody waits."""
 
 
 class RankAgreement:
@@ -84,6 +91,10 @@ class RankAgreement:
                 do="look at the other ranks' own errors: one of them ended, or captures other descriptors",
             ) from error
         return cast("list[Vote]", found)
+
+    def leave(self, reason: str) -> None:
+        """Nothing: a group's own collectives have no way to say so. The others hear of it when the connection goes,
+        or by the group's timeout."""
 
 
 def settle(agreement: Agreement, vote: Vote) -> str | None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 from halma.hal.backend import Backend
-from halma.hal.errors import CaptureError
+from halma.hal.errors import CaptureError, RankLeft
 from halma.hal.graph.agreement import Agreement, Vote, settle
 from halma.hal.graph.arenas import Uses
 from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome
@@ -202,6 +202,11 @@ class Stages:
             self.together("the arenas' ledger", self.arenas.check_memory, self.arenas.unsettled())
             self.arenas.settle()
 
+    def leave(self, waiting: Iterable[Entry], reason: str) -> None:
+        """Tell the ranks that come to the next vote that this one does not, and why (G26)."""
+        drop_all(waiting, f"the session was left before it was sealed: {reason}")
+        self.agreement.leave(reason)
+
     def together(
         self,
         stage: str,
@@ -220,11 +225,14 @@ class Stages:
         except Exception as error:
             failure = error
             self.workspace.reset()
+        except BaseException as error:  # an interrupt, say: no vote is waited for
+            self.agreement.leave(f"{type(error).__name__} at {stage}")
+            raise
         text = f"{type(failure).__name__}: {failure}" if failure is not None else ""
         vote = Vote(stage, subjects, refusal or "", text)
         try:
             reason = settle(self.agreement, vote)
-        except CaptureError as disagreement:
+        except (CaptureError, RankLeft) as disagreement:
             if entry is not None:
                 _drop(entry, disagreement.what, Outcome.FAILED)
             raise
@@ -233,6 +241,12 @@ class Stages:
                 _drop(entry, f"it failed: {text}", Outcome.FAILED)
             raise failure
         return reason
+
+
+def drop_all(waiting: Iterable[Entry], why_not: str) -> None:
+    """What was to be captured is not, and the session knows why."""
+    for entry in waiting:
+        _drop(entry, why_not, Outcome.FAILED)
 
 
 def _drop(entry: Entry, why_not: str, outcome: Outcome) -> None:

@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from halma.hal.backend import Backend, GraphCounts, Stream
+from halma.hal.backend import Backend, Stream
 from halma.hal.decisions import Candidate, Decision, decisions
-from halma.hal.errors import CaptureError
+from halma.hal.errors import CaptureError, HalmaError, RankLeft
 from halma.hal.graph.agreement import Agreement, NoAgreement
 from halma.hal.graph.arenas import SharedArena, Uses
 from halma.hal.graph.breakable import BreakableGraph, CaptureMode, Outcome
 from halma.hal.graph.budget import MemoryBudget
-from halma.hal.graph.capturing import Entry, InputsOf, Program, Stages
+from halma.hal.graph.capturing import Entry, InputsOf, Program, Stages, drop_all
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.eager import eager_step
 from halma.hal.graph.executables import ExecutablePool, process_pool
@@ -36,7 +36,7 @@ from halma.hal.graph.inputs import InputSet
 from halma.hal.graph.ladder import refuse_unfit
 from halma.hal.graph.orders import ordered
 from halma.hal.graph.scope import current_scope, why_unsupported
-from halma.hal.graph.session_report import SessionReport, SessionRow
+from halma.hal.graph.session_report import SessionReport, allocating_ops, row_of
 from halma.hal.settings import GraphSwitch, settings
 from halma.hal.workspace import Workspace
 
@@ -157,8 +157,12 @@ class CaptureSession:
     def seal(self) -> None:
         """Seal the workspace, then capture what waits for it, in the order of the calls."""
         self._refuse_use("seal()")
-        self._stages.together("sealing", self._seal)
         waiting, self._waiting = self._waiting, []
+        try:
+            self._stages.together("sealing", self._seal)
+        except HalmaError as error:
+            drop_all(waiting, f"sealing failed: {error.what}")  # on all ranks, which know
+            raise
         by_size = {entry.descriptor: entry for entry in waiting}
         self._stages.prime_with(by_size[one] for one in ordered(list(by_size), "descending"))
         for entry in waiting:
@@ -347,14 +351,14 @@ class CaptureSession:
             backend=self.backend.name,
             evidence=self.backend.evidence,
             order=self.order,
-            rows=tuple(_row(entry) for entry in self._entries.values()),
+            rows=tuple(row_of(entry) for entry in self._entries.values()),
             workspace_bytes=self.workspace.report().total,
             graph_bytes=sum(entry.bytes for entry in self._entries.values()),
             measured=self._stages.meter.exact,
             free_fell=self._stages.free_fell,
             pool_bytes=self._stages.pool_bytes(),
             pool_growth=0 if self._stages.primed is None else self._stages.pool_bytes() - self._stages.primed,
-            allocating=_allocating(self._entries.values(), self.backend),
+            allocating=allocating_ops(self._entries.values(), self.backend),
             live_executables=len(self.executables),
             recycled_executables=self.executables.recycled,
             eager_steps=dict(self.eager_steps),
@@ -364,6 +368,7 @@ class CaptureSession:
         """Destroy the graphs; a scratch session gives its workspace back too. The report stays."""
         if self._last is not None:
             return
+        self._leave("it closed its session before sealing it")
         self._last = self.report()
         for entry in self._entries.values():
             if entry.graph is not None:
@@ -373,6 +378,12 @@ class CaptureSession:
         self._arenas.close()
         if self.kind == "scratch":
             self.workspace.discard()
+
+    def _leave(self, reason: str) -> None:
+        """The ranks that captured as much as this one are about to seal: they hear that it does not come (G26)."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._stages.leave(waiting, reason)
 
     def __enter__(self) -> CaptureSession:
         return self
@@ -384,6 +395,8 @@ class CaptureSession:
             # Not while an exception is on its way: sealing votes, and the other ranks may be elsewhere.
             if error is None and self._waiting:
                 self.seal()
+            elif error is not None and not isinstance(error, RankLeft):  # that one was told to all
+                self._leave(f"{type(error).__name__}: {error}")
         finally:
             if self.kind == "scratch":
                 self.close()
@@ -394,26 +407,3 @@ def _inputs_of(inputs: InputSet | InputsOf | None) -> InputsOf:
         given = inputs or InputSet()
         return lambda descriptor: given
     return inputs
-
-
-def _allocating(entries: Iterable[Entry], backend: Backend) -> dict[str, int]:
-    """Op -> results that it made in the pool, over all graphs."""
-    graphs = [entry.graph for entry in entries if entry.graph is not None]
-    found = [use.op for graph in graphs for one in graph.segments for use in backend.graphs.pool_uses(one.template)]
-    return {op: found.count(op) for op in sorted(set(found))}
-
-
-def _row(entry: Entry) -> SessionRow:
-    graph = entry.graph
-    return SessionRow(
-        descriptor=entry.descriptor,
-        outcome=entry.outcome,
-        segments=len(graph.segments) if graph is not None else 0,
-        nodes=len(graph.nodes()) if graph is not None else 0,
-        milliseconds=entry.milliseconds,
-        bytes=entry.bytes,
-        held=entry.held,
-        counts=graph.counts() if graph is not None else GraphCounts(),
-        replays=graph.replays if graph is not None else 0,
-        why_not=entry.why_not,
-    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halma.hal.backend import GraphCounts
+from halma.hal.backend import Backend, GraphCounts
 from halma.hal.graph.breakable import Outcome
+from halma.hal.graph.capturing import Entry
 from halma.hal.graph.descriptor import Descriptor
 
 
@@ -136,3 +137,27 @@ class SessionReport:
             found = f"{row.nodes} nodes, {row.milliseconds:.1f} ms, {row.bytes:,} bytes"
             lines.append(f"  {row.descriptor}: " + (f"eager: {row.why_not}" if row.why_not else found))
         return "\n".join(lines)
+
+
+def allocating_ops(entries: Iterable[Entry], backend: Backend) -> dict[str, int]:
+    """Op -> results that it made in the pool, over all graphs."""
+    graphs = [entry.graph for entry in entries if entry.graph is not None]
+    found = [use.op for graph in graphs for one in graph.segments for use in backend.graphs.pool_uses(one.template)]
+    return {op: found.count(op) for op in sorted(set(found))}
+
+
+def row_of(entry: Entry) -> SessionRow:
+    """What is known of a descriptor, as plain data."""
+    graph = entry.graph
+    return SessionRow(
+        descriptor=entry.descriptor,
+        outcome=entry.outcome,
+        segments=len(graph.segments) if graph is not None else 0,
+        nodes=len(graph.nodes()) if graph is not None else 0,
+        milliseconds=entry.milliseconds,
+        bytes=entry.bytes,
+        held=entry.held,
+        counts=graph.counts() if graph is not None else GraphCounts(),
+        replays=graph.replays if graph is not None else 0,
+        why_not=entry.why_not,
+    )

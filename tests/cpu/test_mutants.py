@@ -17,6 +17,11 @@ except MutantError:
     TABLE = ()  # the first test below says what is wrong
 
 
+def test_every_mutant_of_the_kernels_can_be_applied() -> None:
+    found = load(mutants.TABLE / "gpu")
+    assert len(found) >= 11 and all(mutant.file.startswith("backends/") for mutant in found)
+
+
 def test_every_mutant_can_be_applied() -> None:
     assert len(load()) > 40
 

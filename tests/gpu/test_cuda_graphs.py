@@ -55,6 +55,25 @@ def test_streams_are_equal_by_their_queue_and_keep_their_names(backend: Backend)
         assert device.current_stream().name.startswith("stream 0x")
 
 
+@pytest.mark.invariant("C4")
+def test_no_two_live_streams_are_one_queue_and_none_is_torchs(backend: Backend) -> None:
+    device = backend.device
+    streams: list[Any] = [device.new_stream(f"{number}") for number in range(100)]
+    handles = {stream.handle for stream in streams}
+    theirs = {torch.cuda.Stream().cuda_stream for _ in range(100)}
+    assert len(handles) == 100 and not handles & theirs and len(theirs) < 100  # torch's repeat
+    x = torch.zeros(100, device=device.torch_device)
+    device.synchronize()
+    for number, stream in enumerate(streams):
+        with stream:
+            assert device.current_stream() is stream
+            x[number].add_(1.0)
+    device.synchronize()
+    assert x.tolist() == [1.0] * 100
+    del streams, stream
+    assert device.new_stream("again").handle in handles  # type: ignore[attr-defined]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -130,7 +130,8 @@ enum Fault { FAULT_TIMEOUT = 1, FAULT_MISMATCH = 2, FAULT_OVERRUN = 3 };
 
 // The rare paths are out of line and take plain values: a struct by reference would live in local memory from the start.
 
-// The first fault of the channel wins, and is sticky (C7).
+// The first fault of the channel wins, and is sticky (C7). Its record goes to pinned host memory, the fault word last, so
+// that the host finds it by looking, also while the device hangs.
 static __device__ __noinline__ void report(u8* control, u32 digest, u32 epoch, u32 fault, u32 peer, u32 expected,
                                            u32 seen, u32 algorithm, u64 waited) {
   if (HALMA_ORDER_FAULT_CLAIM(control + HALMA_FAULT, 0u, fault) != 0u) return;
@@ -142,7 +143,13 @@ static __device__ __noinline__ void report(u8* control, u32 digest, u32 epoch, u
   HALMA_ORDER_FAULT_STORE(control + HALMA_FAULT_ALGORITHM, algorithm);
   HALMA_ORDER_FAULT_STORE(control + HALMA_FAULT_WAITED, static_cast<u32>(waited));
   HALMA_ORDER_FAULT_STORE(control + HALMA_FAULT_WAITED + 4u, static_cast<u32>(waited >> 32));
-  HALMA_ORDER_FAULT_COMPLETE(control + HALMA_FAULT_COMPLETE, 1u);
+  // A copy, so that no argument is kept in a register longer: those that callers spill would cost every call.
+  u8* record = (u8*)HALMA_ORDER_FAULT_PLACE_LOAD(control + HALMA_FAULT_PLACE);
+#pragma unroll 1
+  for (u32 at = HALMA_FAULT_PEER - HALMA_FAULT; at < HALMA_FAULT_PLACE - HALMA_FAULT; at += 4u)
+    HALMA_ORDER_FAULT_STORE(record + at, HALMA_ORDER_FAULT_LOAD(control + HALMA_FAULT + at));
+  HALMA_ORDER_FAULT_FENCE();
+  HALMA_ORDER_FAULT_STORE(record, HALMA_ORDER_FAULT_LOAD(control + HALMA_FAULT));
 }
 
 // The clock is looked at once in 1,024 polls (about half a millisecond): a poll must stay cheap.

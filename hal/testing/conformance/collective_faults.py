@@ -217,6 +217,30 @@ def other_call(backend: str, odd: int, what: str, checked: bool) -> dict[str, An
         return found
 
 
+def waited_for(backend: str, odd: bool) -> dict[str, Any]:
+    """One large call on many blocks, rank 1's of another size if ``odd``: what wait() says, and the next call's sum."""
+    with ranks_set_up(backend, bound=PATIENT) as setup:
+        assert setup is not None
+        comm = setup.comm
+        x = torch.ones(60_000 if odd and comm.rank else 64_000, dtype=torch.bfloat16, device=setup.device)
+        comm.all_reduce(x)
+        found: dict[str, Any] = {"fault": "NONE"}
+        try:
+            comm.wait()
+        except ChannelFault as fault:
+            found["fault"] = fault.record.fault.name
+        else:
+            found["right"] = bool((setup.done(x) == comm.size).all())
+        graph_sum = torch.ones(64, device=setup.device)
+        if odd:
+            found["next"] = refusal(lambda: comm.all_reduce(graph_sum))
+            comm.rearm()
+        comm.all_reduce(graph_sum)
+        comm.wait()
+        found["after"] = setup.done(graph_sum)[0].item()
+        return found
+
+
 def one_rank_ahead(backend: str) -> dict[str, Any]:
     """Rank 1's epoch is two calls ahead, as only a defect can bring it about."""
     with ranks_set_up(backend, bound=PATIENT) as setup:

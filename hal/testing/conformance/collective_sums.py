@@ -6,6 +6,7 @@ Each returns plain data for the test to look at.
 # pyright: basic
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -96,6 +97,49 @@ def _norm_is_right(setup: Setup) -> bool:
     # rsqrt and the order of the mean's sum are a device's own, so the norm is compared closely, not by bits.
     close = torch.allclose(setup.done(on[3]).float(), norm.float(), rtol=1e-2, atol=1e-2)
     return same(setup.done(on[1]), h) and close and same(setup.done(on[0]), x)
+
+
+def fp8_norms(backend: str) -> dict[str, Any]:
+    """By case: whether the norm as fp8 is the plain norm quantised, bit by bit; eager and replayed. And refusals."""
+    found: dict[str, Any] = {}
+    with ranks_set_up(backend) as setup:
+        assert setup is not None
+        comm, rank, device = setup.comm, setup.comm.rank, setup.device
+        for dtype, (rows, columns) in itertools.product(DTYPES, ((1, 512), (3, 128), (2, 1280))):
+            x = values(rank, rows * columns, dtype).view(rows, columns).to(device)
+            weight, residual = values(0, columns, dtype, seed=7).to(device), torch.zeros_like(x)
+            if rows == 3:
+                residual[1] = 1e-9  # below the floor of a scale
+            plain, out = torch.empty_like(x), torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device)
+            scale = torch.empty((rows, columns // 128), device=device)
+            comm.all_reduce_rmsnorm(x, residual.clone(), weight, out=plain)
+            groups = setup.done(plain).float().unflatten(-1, (-1, 128))
+            wanted = 2.0 ** torch.ceil(torch.log2((groups.abs().amax(-1).clamp_min(1e-4) * (1.0 / 448.0)).double()))
+            quantised = (groups / wanted.float().unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+            again, h = residual.clone(), residual.clone()
+
+            def program(_: Workspace, x=x, h=h, weight=weight, out=out, scale=scale) -> None:
+                comm.all_reduce_rmsnorm(x, h, weight, out=out, scale=scale)
+
+            graph = setup.capture(program)
+            for how, run in (("eager", lambda program=program: program(None)), ("replayed", graph.replay)):
+                h.copy_(again)
+                out.view(torch.uint8).fill_(0x55)
+                run()
+                right = same(setup.done(scale), wanted.float())
+                found[f"{how} {dtype} {rows}x{columns}"] = right and same(setup.done(out), quantised)
+        wide, odd = torch.zeros((2, 256), device=device), torch.zeros((2, 192), device=device)
+        fp8 = torch.zeros((2, 256), dtype=torch.float8_e4m3fn, device=device)
+        ones, two = torch.ones(256, device=device), torch.zeros((2, 2), device=device)
+        norm = comm.all_reduce_rmsnorm
+        found["no scale"] = refusal(lambda: norm(wide, wide.clone(), ones, out=fp8))
+        found["plain out"] = refusal(lambda: norm(wide, wide.clone(), ones, out=wide.clone(), scale=two))
+        found["scale's shape"] = refusal(lambda: norm(wide, wide.clone(), ones, out=fp8, scale=two[:, :1].clone()))
+        found["rows of 192"] = refusal(
+            lambda: norm(odd, odd.clone(), ones[:192], out=odd.to(torch.float8_e4m3fn), scale=two[:, :1].clone())
+        )
+        comm.poll()
+    return found
 
 
 def odd_graphs(backend: str, way: int | None, replays: int) -> list[bool]:
@@ -292,6 +336,29 @@ def good_operands(backend: str) -> list[bool]:
         comm.broadcast(root, root=size - 1)
         return [bool((setup.done(x) == size).all()), bool((setup.done(norm) - 1).abs().max() < 1e-6),
                 setup.done(root).tolist() == [size - 1.0] * 3]  # fmt: skip
+
+
+def large_moves(backend: str) -> dict[str, list[bool]]:
+    """(right) of gathers and broadcasts of integers above what goes in words, one behind the other, late ranks too;
+    by the way that they took."""
+    found: dict[str, list[bool]] = {}
+    with ranks_set_up(backend, largest=1 << 20, lanes=None) as setup:
+        assert setup is not None
+        comm, rank, size, device = setup.comm, setup.comm.rank, setup.comm.size, setup.device
+        for step, numel in enumerate((20_000, 16_385, 30_001, 20_000)):
+            whole = [(torch.arange(numel, dtype=torch.int32) - 7) * (r + 1 + step) for r in range(size)]
+            x, out = whole[rank].to(device), torch.empty((size, numel), dtype=torch.int32, device=device)
+            y = whole[rank].clone().to(device)
+            if rank == step % size:
+                time.sleep(0.01)
+            comm.all_gather(x, out=out)
+            comm.broadcast(y, root=step % size)
+            right = same(setup.done(out), torch.stack(whole)) and same(setup.done(y), whole[step % size])
+            choice = comm.choice(call_of(Kind.ALL_GATHER, x))
+            way = name_of((choice.algorithm, choice.wire)) if isinstance(choice, Choice) else "vendor"
+            found.setdefault(way, []).append(right)
+        comm.poll()
+    return found
 
 
 def vendor_calls(backend: str) -> dict[str, Any]:

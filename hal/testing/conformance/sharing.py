@@ -107,6 +107,10 @@ class ThreadRanks:
         return [here[rank][1] for rank in range(self.size)]
 
 
+    def leave(self, reason: str) -> None:
+        """This rank does not come; the others see it by its end."""
+
+
 class MirrorRanks:
     """Rank 0 of a group whose other ranks say what it says, or what ``alter`` makes of it.
 
@@ -125,6 +129,10 @@ class MirrorRanks:
         """This rank's value, and the others'."""
         self.stages.append(stage)
         return [value, *(self.alter(stage, rank, value) for rank in range(1, self.size))]
+
+    def leave(self, reason: str) -> None:
+        """Noted as a stage."""
+        self.stages.append(f"left: {reason}")
 
 
 class Machine:

@@ -101,6 +101,35 @@ def test_the_rule_by_size(nbytes: int, lanes: str, atomicity: int | Unknown, way
     assert isinstance(choice, Choice) and name_of((choice.algorithm, choice.wire)) == way
 
 
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "dtype", "way"),
+    [
+        (Kind.ALL_GATHER, 64 << 10, "int32", "one_shot/words"),
+        (Kind.ALL_GATHER, (64 << 10) + 4, "int32", "one_shot/chunks"),
+        (Kind.BROADCAST, LARGEST // 2, "uint8", "one_shot/chunks"),
+        (Kind.BROADCAST, LARGEST // 2 + 256, "uint8", "staged/flags"),
+        (Kind.ALL_GATHER, 128 << 10, "bfloat16", "one_shot/sentinel"),
+        (Kind.ALL_GATHER, 128 << 10, "float64", "one_shot/chunks"),
+    ],
+)
+def test_bytes_that_are_no_numbers_go_in_chunks_where_words_end(kind: Kind, nbytes: int, dtype: str, way: str) -> None:
+    choice = choose(Call(kind, nbytes, dtype), LAYOUTS[2, "both"], 2, 8)
+    assert isinstance(choice, Choice) and name_of((choice.algorithm, choice.wire)) == way
+    sums = why_not((Algorithm.ONE_SHOT, Wire.CHUNKS), Call(Kind.ALL_REDUCE, 64, "bfloat16"), LAYOUTS[2, "both"], 8)
+    assert sums is not None and "made in two" in sums
+
+
+def test_a_norm_as_fp8_is_made_in_one_kernel_or_not_on_a_channel() -> None:
+    """The sum has no place to be between two: the norm's memory is half as large, and the residual is needed."""
+    call = Call(Kind.ALL_REDUCE_NORM, 8192, "bfloat16", detail="rows of 4096, eps 1e-06, weight bfloat16")
+    fp8 = replace(call, detail=call.detail + ", norm float8_e4m3fn")
+    assert fp8.gives_fp8 and not call.gives_fp8 and fp8.digest != call.digest
+    assert choose(fp8, LAYOUTS[2, "both"], 2, 8) == choose(call, LAYOUTS[2, "both"], 2, 8)
+    refused, plain = (choose(one, LAYOUTS[2, "staged"], 2, 8) for one in (fp8, call))
+    assert isinstance(refused, Refusal) and "memory of its own before the norm" in refused.why
+    assert isinstance(plain, Choice) and plain.wire is Wire.FLAGS
+
+
 def test_a_capped_sentinel_gives_way_to_two_shot() -> None:
     """At 8 ranks one-shot of the largest message does not fit 32 MiB; each rank then adds up its own part."""
     capped = plan_channels(largest=LARGEST, size=8, atomicity=8).layout("main")

@@ -79,6 +79,18 @@ def test_another_call_is_an_error_at_once_also_unchecked(all_ranks: RankPools, w
 
 
 @pytest.mark.invariant("C7")
+def test_behind_a_wait_a_mismatch_is_known_before_anything_is_read(ranks: RankPools) -> None:
+    for found in ranks[2].run(programs.waited_for, ranks.backend, True):
+        assert found["fault"] == "MISMATCH" and "ChannelFault" in found["next"] and found["after"] == 2.0
+
+
+@pytest.mark.invariant("C7", control=True)
+def test_behind_a_wait_sums_are_right(ranks: RankPools) -> None:
+    for found in ranks[2].run(programs.waited_for, ranks.backend, False):
+        assert found == {"fault": "NONE", "right": True, "after": 2.0}
+
+
+@pytest.mark.invariant("C7")
 def test_a_newer_flag_is_reported_at_once(all_ranks: RankPools) -> None:
     behind, ahead = all_ranks[2].run(programs.one_rank_ahead, all_ranks.backend)
     assert (behind["fault"], behind["expected"], behind["seen"]) == ("OVERRUN", 7, 9)

@@ -158,6 +158,26 @@ def test_parameters_plain_numbers_and_the_last_rank_are_taken(all_ranks: RankPoo
     assert all_ranks[2].run(programs.good_operands, all_ranks.backend) == [[True] * 3] * 2
 
 
+@pytest.mark.parametrize("size", [*WORLDS, *LARGE_WORLDS])
+def test_integers_above_words_are_moved_by_the_channel(all_ranks: RankPools, size: int) -> None:
+    for found in all_ranks[size].run(programs.large_moves, all_ranks.backend):
+        assert "vendor" not in found
+        assert [right for way in found.values() for right in way] == [True] * 4
+
+
+@pytest.mark.invariant("K3")
+def test_a_norm_as_fp8_is_the_norm_quantised(all_ranks: RankPools) -> None:
+    refusals = {
+        "no scale": "float32[2, 256]",
+        "plain out": "float8_e4m3fn[2, 256]",
+        "scale's shape": "float32[2, 2]",
+        "rows of 192": "multiple of 128",
+    }
+    for found in all_ranks[2].run(programs.fp8_norms, all_ranks.backend):
+        assert {name: text in found.pop(name) for name, text in refusals.items()} == dict.fromkeys(refusals, True)
+        assert len(found) == 18 and [case for case, right in found.items() if not right] == []
+
+
 def test_what_no_channel_does_goes_to_the_vendor_with_the_reason(all_ranks: RankPools, halma_backend: Backend) -> None:
     for found in all_ranks[2].run(programs.vendor_calls, all_ranks.backend):
         assert found["double"] and found["large"]

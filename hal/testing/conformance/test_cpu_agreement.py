@@ -29,6 +29,8 @@ class Votes:
     def exchange(self, vote: Vote) -> Sequence[Vote]:
         return (vote, *self.others)
 
+    def leave(self, reason: str) -> None: ...
+
 
 @pytest.mark.invariant("G26")
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ class GlooRanks:
         assert {other for other, _ in found} == {stage}
         return [value for _, value in found]
 
+    def leave(self, reason: str) -> None:
+        """Gloo has no way to say so."""
+
 
 class Mapped:
     """A mapped file."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +22,12 @@ from halma.hal.collectives.communicator import live
 from halma.hal.collectives.contract import StreamMix
 from halma.hal.collectives.custom_op import all_reduce
 from halma.hal.collectives.group import Group, NoArena
+from halma.hal.collectives.remembered import MOST
 from halma.hal.collectives.report import ChannelFault
 from halma.hal.decisions import decisions
 from halma.hal.errors import HalmaError
 from halma.hal.testing.conformance.capturing import captured, planned
+from halma.hal.testing.conformance.collective_faults import fault_of
 from halma.hal.testing.conformance.collective_setup import BRIEF, PATIENT, Setup, ranks_set_up, refusal
 from halma.hal.workspace import Workspace
 
@@ -55,6 +60,50 @@ def traced() -> dict[str, Any]:
         comm.close()
         found["dead"] = refusal(lambda: torch.ops.halma.all_reduce(x, dead))
         found["forgotten"] = dead not in live
+        return found
+
+
+def compiled_calls() -> dict[str, Any]:
+    """Plain calls inside functions that are compiled into one graph each: what came of them, by call."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm, size = setup.comm, setup.comm.size
+        ones = torch.ones(4)
+
+        def in_place(t: torch.Tensor) -> torch.Tensor:
+            y = t * 2
+            return comm.all_reduce(y) + y
+
+        def apart(t: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(t)
+            comm.all_reduce(t * 2, out)
+            return out + t
+
+        def gathered(t: torch.Tensor) -> torch.Tensor:
+            out = torch.empty((size, *t.shape))
+            return comm.all_gather(t * 2, out=out).sum(0) + out[1]
+
+        def sent(t: torch.Tensor) -> torch.Tensor:
+            y = t * 2
+            return comm.broadcast(y, root=1) + y
+
+        def normed(t: torch.Tensor) -> torch.Tensor:
+            h, out = torch.ones_like(t), torch.empty_like(t)
+            return comm.all_reduce_rmsnorm(t, h, ones, out=out) * h
+
+        def waits(t: torch.Tensor) -> torch.Tensor:
+            comm.barrier()
+            return t
+
+        found: dict[str, Any] = {}
+        x = torch.full((1, 4), 1.0 + comm.rank)
+        for program in (in_place, apart, gathered, sent, normed, waits):
+            function = torch.compile(program, backend="aot_eager", fullgraph=True)
+            try:
+                found[program.__name__] = [round(function(x)[0, 0].item(), 4) for _ in range(2)]
+            except Exception as error:
+                found[program.__name__] = str(error)
+        found["x"] = x[0, 0].item()
         return found
 
 
@@ -214,6 +263,112 @@ def session_without_an_arena() -> dict[str, Any]:
             other.capture(halma.ladder(decode=[1 if odd else 2])[0], program)
 
     return {"replayed": replayed, "differs": refusal(differing)}
+
+
+def left_before_the_seal(how: str) -> dict[str, Any]:
+    """Rank 1 raises, or closes, between a capture and the seal that rank 0 waits in; then both make a session."""
+    with ranks_set_up("cpu", environment={"HALMA_COLLECTIVE_BOUND": "20"}) as setup:
+        assert setup is not None
+        comm, arena = setup.comm, setup.arena
+        x = halma.persistent_input("x", (2, 4), torch.float32, backend=setup.backend)
+        (one,) = halma.ladder(decode=[2])
+
+        def program() -> torch.Tensor:
+            y = x.prefix(2) * 2
+            comm.all_reduce(y)
+            return y + 1
+
+        def captured(leaves: bool) -> float:
+            with halma.session("persistent", backend=setup.backend, inputs=[x], arenas=[arena]) as session:
+                try:
+                    session.capture(one, program)
+                    if leaves and how == "raises":
+                        raise ValueError("layer 3 is missing")
+                    if leaves and how == "closes":
+                        session.close()
+                        return 0.0
+                    session.seal()
+                    return session.replay(one, x=torch.full((2, 4), 1.0 + comm.rank))[0, 0].item()
+                finally:
+                    if not leaves:
+                        session.close()
+
+        began = time.monotonic()
+        said, kind = "", ""
+        try:
+            captured(leaves=comm.rank == 1 and how != "never")
+        except (HalmaError, ValueError) as error:
+            said, kind = str(error), type(error).__name__
+        seconds = time.monotonic() - began
+        return {"said": said, "kind": kind, "seconds": seconds, "next": captured(leaves=False)}
+
+
+def many_shapes() -> dict[str, Any]:
+    """A graph among thousands of eager calls of other shapes: still right, and still named in a report."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm = setup.comm
+        x, out = torch.full((5,), 1.0 + comm.rank), torch.empty(5)
+        with comm.step("the graph's"):
+            graph = setup.capture(lambda _: comm.all_reduce(x, out))
+        y = torch.zeros(1)
+        for step in range(MOST + 10):
+            with comm.step(step):
+                comm.all_reduce(y)
+        graph.replay()
+        found: dict[str, Any] = {"sum": out[0].item()}
+        setup.group.ranks.exchange("replayed", None)
+        comm.set_bound(BRIEF)
+        if comm.rank == 0:
+            graph.replay()
+            found |= fault_of(comm)
+        else:
+            setup.group.ranks.answers("fault 0 of channel main", comm.flight(), PATIENT)
+        comm.rearm()
+        return found
+
+
+def forked() -> dict[str, Any]:
+    """What a forked child of rank 0 is told by what it inherited; and that its parent goes on as before."""
+    with ranks_set_up("cpu") as setup:
+        assert setup is not None
+        comm, arena = setup.comm, setup.arena
+        x, out = torch.full((3,), 1.0 + comm.rank), torch.empty(3)
+        graph = setup.capture(lambda _: comm.all_reduce(x, out))
+        graph.replay()
+        found: dict[str, Any] = {"first": out[0].item()}
+        tries: dict[str, Callable[[], Any]] = {
+            "call": lambda: comm.all_reduce(x, out),
+            "replay": graph.replay,
+            "rearm": comm.rearm,
+            "set_bound": lambda: comm.set_bound(1.0),
+            "own": lambda: arena.own,
+            "exchange": lambda: setup.group.ranks.exchange("the child", None),
+            "arena": arena.close,
+        }
+        if comm.rank == 0:
+            found |= _in_a_child(lambda: {name: refusal(work) for name, work in tries.items()})
+        comm.close()
+        setup.comm = setup.group.communicator(arena)
+        found["after"] = setup.comm.all_reduce(x)[0].item()
+        return found
+
+
+def _in_a_child(work: Callable[[], dict[str, str]]) -> dict[str, str]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        answer = b"{}"
+        try:
+            answer = json.dumps(work()).encode()
+        finally:
+            os.write(writing, answer)
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(answer)
 
 
 def unlike_ranks(how: str) -> str:

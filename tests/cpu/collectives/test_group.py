@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 import halma
 from halma.hal.arena.plan import plan_channels
-from halma.hal.collectives.group import NoArena
+from halma.hal.collectives.group import Group, NoArena
+from halma.hal.collectives.remembered import MOST
+from halma.hal.decisions import decisions
 from halma.hal.errors import CollectiveError
 from halma.hal.testing.conformance.capturing import captured
 from halma.hal.testing.ranks import RankPools
@@ -112,6 +115,71 @@ def test_without_an_interrupt_the_next_call_is_right(halma_rank_pools: RankPools
         assert (found["left"], found["fault"], found["next"], found["after"]) == (False, "", 21.0, 21.0)
 
 
+@pytest.mark.invariant("G26")
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("raises", "ValueError: layer 3 is missing"), ("closes", "it closed its session before sealing it")],
+    ids=["raises", "closes"],
+)
+def test_a_rank_that_leaves_before_the_seal_is_named_to_those_who_wait(
+    halma_rank_pools: RankPools, how: str, says: str
+) -> None:
+    waited, left = halma_rank_pools[2].run(programs.left_before_the_seal, how)
+    assert waited["kind"] == "RankLeft" and "rank 1 (global rank 1" in waited["said"] and says in waited["said"]
+    assert waited["seconds"] < 10  # at once, and not by the bound, 20
+    assert left["said"] == ("layer 3 is missing" if how == "raises" else "")
+    assert waited["next"] == left["next"] == 7.0
+
+
+@pytest.mark.invariant("G26", control=True)
+def test_ranks_that_stay_seal_and_replay(halma_rank_pools: RankPools) -> None:
+    for found in halma_rank_pools[2].run(programs.left_before_the_seal, "never"):
+        assert (found["said"], found["next"]) == ("", 7.0)
+
+
+def test_ten_thousand_shapes_take_no_more_memory_than_a_thousand() -> None:
+    """One rank alone, so that what grows is what is kept of calls."""
+    comm = Group(None, halma.backend("cpu")).communicator(NoArena("one rank"))
+    x = torch.zeros(3)
+
+    def grown(steps: range) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        for step in steps:
+            decisions.clear()  # a log of its own, with a bound of its own
+            with comm.step(step):
+                comm.all_reduce(x[: step % 4])
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        first, later = grown(range(2 * MOST)), grown(range(2 * MOST, 10_000))
+    finally:
+        tracemalloc.stop()
+        comm.close()
+    assert first > 100 * MOST  # so it would be seen
+    assert later < first / 10
+
+
+def test_a_graph_among_many_shapes_stays_right_and_named(halma_rank_pools: RankPools) -> None:
+    first, second = halma_rank_pools[2].run(programs.many_shapes)
+    assert first["sum"] == second["sum"] == 3.0
+    assert first["fault"] == "TIMEOUT" and "all_reduce of 20 bytes of float32 (the graph's)" in first["text"]
+
+
+FORKED = ("call", "replay", "rearm", "set_bound", "own", "exchange", "arena")
+
+
+def test_a_forked_child_is_refused_whatever_it_asks_for(halma_rank_pools: RankPools) -> None:
+    first, _ = halma_rank_pools[2].run(programs.forked)
+    for what in FORKED:
+        assert "belongs to the process that made it, and this is a fork of it" in first[what], (what, first[what])
+
+
+def test_the_parent_of_a_fork_goes_on(halma_rank_pools: RankPools) -> None:
+    for found in halma_rank_pools[2].run(programs.forked):
+        assert (found["first"], found["after"]) == (3.0, 3.0)
+
+
 @pytest.mark.invariant("C6")
 def test_checked_mode_compares_calls_of_the_vendor_too(halma_rank_pools: RankPools) -> None:
     for said in halma_rank_pools[2].run(programs.vendor_calls_that_differ):
@@ -125,6 +193,21 @@ def test_the_op_can_be_traced_and_captured(halma_rank_pools: RankPools) -> None:
         assert (found["sum"], found["out"], found["replayed"]) == (7.0, 3.0, 3.0)
         assert found["node"] == ["collective:main"]
         assert "is gone" in found["dead"] and found["forgotten"]
+
+
+@pytest.mark.nightly
+def test_plain_calls_can_be_compiled(halma_rank_pools: RankPools) -> None:
+    for rank, found in enumerate(halma_rank_pools[2].run(programs.compiled_calls, seconds=200.0)):
+        barrier = found.pop("waits")
+        assert found == {
+            "in_place": [12.0, 12.0],
+            "apart": [7.0 + rank, 7.0 + rank],
+            "gathered": [10.0, 10.0],
+            "sent": [8.0, 8.0],
+            "normed": [4.0, 4.0],
+            "x": 1.0 + rank,
+        }
+        assert "Communicator.barrier() cannot be part" in barrier and "torch.ops.halma.all_reduce" in barrier
 
 
 @pytest.mark.nightly

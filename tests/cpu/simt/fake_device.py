@@ -29,7 +29,11 @@ class Launch:
 class NotedStream:
     """Work on host memory is done when it is asked for."""
 
+    entered = 0
+    """How often any of them was made current: each time the driver asked something of the device."""
+
     def __enter__(self) -> NotedStream:
+        NotedStream.entered += 1
         return self
 
     def __exit__(self, *exc: object) -> None: ...
@@ -57,6 +61,7 @@ def fake_backend(**capabilities: Any) -> Any:
         name="cuda",
         capabilities=Capabilities(**{**known, **capabilities}),
         kernels=NotedKernels(),
+        memory=SimpleNamespace(pinned=lambda shape, dtype: torch.full(tuple(shape), 0x5A, dtype=dtype)),
         device=SimpleNamespace(new_stream=lambda name: NotedStream(), torch_device=torch.device("cpu")),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from dataclasses import replace
+import tracemalloc
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from halma.backends.simt.geometry import most_blocks
 from halma.backends.simt.sources import UNITS
 from halma.hal.collectives import control
 from halma.hal.collectives.contract import Algorithm, Box, Call, Choice, Fault, Kind, Operands, Wire
+from halma.hal.collectives.remembered import MOST
 from halma.hal.errors import CapabilityError, CollectiveError
 from tests.cpu.simt.fake_device import RESIDENT, Launch, NotedStream, fake_backend, fake_channel
 
@@ -178,13 +181,11 @@ def test_records_are_read_and_reset() -> None:
     channel = fake_channel(first_epoch=41)
     block = channel._control
     assert channel.epoch() == 41 and channel.error() is None
+    where = record_of(channel).address
     assert int(block[control.BOUND : control.BOUND + 8].view(torch.int64)) == 10**9
     channel.set_bound(77)
     assert int(block[control.BOUND : control.BOUND + 8].view(torch.int64)) == 77
-    record = struct.pack("<8IQ", Fault.TIMEOUT, 1, 42, 7, 42, 40, 1, 0, 123)
-    write(block, control.FAULT, record)
-    assert channel.error() is None  # not complete yet
-    write(block, control.FAULT_COMPLETE, struct.pack("<I", 1))
+    write_fault(channel, Fault.TIMEOUT)
     found = channel.error()
     assert found is not None
     assert (found.fault, found.peer, found.call, found.digest) == (Fault.TIMEOUT, 1, 42, 7)
@@ -193,12 +194,95 @@ def test_records_are_read_and_reset() -> None:
     for lane in layout.lanes.values():
         own[lane.offset : lane.offset + lane.nbytes].fill_(0x3C)
     channel.rearm(0xFFFFFFF0)
+    assert record_of(channel).address == where and not block[control.FAULT : control.FAULT_PLACE].any()
     assert channel.error() is None and channel.epoch() == 0xFFFFFFF0
     cells = block[control.EPOCH_CELLS : control.BOUND].view(torch.int32)
     assert (cells == -16).all()
     assert int(block[control.BOUND : control.BOUND + 8].view(torch.int64)) == 77
     for lane in layout.lanes.values():
         assert (own[lane.offset : lane.offset + lane.nbytes] == lane.fill).all()
+
+
+def test_ten_thousand_shapes_take_no_more_memory_than_a_thousand() -> None:
+    channel = fake_channel()
+    operands = Operands(aligned(1 << 16), aligned(1 << 16))
+    calls = [Call(Kind.ALL_REDUCE, 16 * count, "bfloat16", descriptor=f"step {count}") for count in range(1, 4097)]
+
+    def grown(of: list[Call]) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        for call in of:
+            channel.launch(replace(call), WORDS, operands, None, NotedStream())
+            channel_kernels(channel).launches.clear()
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        first, later = grown(calls[: 2 * MOST]), grown(calls[2 * MOST :]) + grown(calls) + grown(calls)
+    finally:
+        tracemalloc.stop()
+    assert first > 100 * MOST  # so it would be seen
+    assert later < first / 10
+    assert len(channel._plans) == MOST
+
+
+def test_a_call_that_was_forgotten_is_launched_as_before() -> None:
+    channel = fake_channel()
+    operands = Operands(aligned(8192), aligned(8192))
+    call = Call(Kind.ALL_REDUCE, 8192, "bfloat16")
+    (before,) = launched(channel, call, WORDS, operands=operands)
+    plan = channel._plans[id(call)]
+    for count in range(MOST + 1):
+        launched(channel, Call(Kind.ALL_REDUCE, 64, "bfloat16", descriptor=f"{count}"), WORDS)
+    assert id(call) not in channel._plans
+    (after,) = launched(channel, call, WORDS, operands=operands)
+    assert after == before and channel._plans[id(call)] is not plan
+    (other,) = launched(channel, call, SENTINEL, operands=operands)
+    assert other.kernel == "all_reduce_sentinel_one_bfloat16"
+
+
+@dataclass
+class Place:
+    """Where device code writes the record's words."""
+
+    address: int
+    words: torch.Tensor
+
+
+def record_of(channel) -> Place:
+    """As a kernel finds it: through the control block."""
+    block = channel._control
+    address = int(block[control.FAULT_PLACE : control.FAULT_PLACE + 8].view(torch.int64))
+    memory = (ctypes.c_uint8 * 40).from_address(address)
+    return Place(address, torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def write_fault(channel, fault: Fault) -> None:
+    """What device code does: the fault in the control block, the record's words in host memory, the fault word last."""
+    record = struct.pack("<8IQ", fault, 1, 42, 7, 42, 40, 1, 0, 123)
+    write(channel._control, control.FAULT, record[:4])
+    words = record_of(channel).words
+    write(words, 4, record[4:])
+    assert channel.error() is None  # the fault word is not there yet
+    write(words, 0, record[:4])
+
+
+@pytest.mark.invariant("C7")
+def test_a_poll_asks_nothing_of_the_device() -> None:
+    channel = fake_channel()
+    before = NotedStream.entered
+    assert channel.error() is None
+    write_fault(channel, Fault.MISMATCH)
+    found = channel.error()
+    assert found is not None and found.fault is Fault.MISMATCH
+    assert NotedStream.entered == before
+
+
+@pytest.mark.invariant("C7", control=True)
+def test_other_reads_do() -> None:
+    channel = fake_channel()
+    before = NotedStream.entered
+    channel.epoch()
+    assert NotedStream.entered == before + 1
 
 
 def write(block: torch.Tensor, at: int, raw: bytes) -> None:

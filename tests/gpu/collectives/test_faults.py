@@ -105,6 +105,14 @@ def test_another_size_is_a_mismatch_at_once(gpu, size: int, choice: Choice) -> N
             record.expected
         }
         assert (record.peer == 0) == (rank != 0)
+    # Blocks that had all their words may be done with that call; whatever the next one touches is NaN.
+    for out in outs:
+        out.fill_(7)
+    lab.synchronize()
+    lab.launch(calls[0], choice, operands(sources, outs))
+    lab.synchronize()
+    written = (1 if kind is Kind.ALL_REDUCE else size) * calls[0].nbytes // 2
+    assert all(out[:written].isnan().all() and (out[written:] == 7).all() for out in outs)
 
 
 @pytest.mark.invariant("C7")
@@ -146,6 +154,38 @@ def test_the_flight_recorder_names_the_straggler(gpu) -> None:
     items[-1].launch(lab, 2)
     lab.synchronize()
     assert items[-1].right() and lab.errors() == [None] * 4
+
+
+@pytest.mark.invariant("C7")
+def test_a_fault_is_read_while_the_device_hangs(gpu) -> None:
+    lab = VirtualRanks(gpu, 2, bound_ns=BOUND)
+    item = Item(lab, random.Random(0), ONE_SHOT_WORDS, 8192)
+    lab.synchronize()
+    item.launch(lab, 0)
+    for rank in range(2):
+        lab.delay(rank, 4_000_000_000)  # about 2 s, behind the call and beside it
+    record, deadline = None, time.monotonic() + 1.0
+    while record is None and time.monotonic() < deadline:
+        record = lab.channels[0].error()
+    assert not any(stream.torch.query() for stream in lab.streams)  # pyright: ignore[reportAttributeAccessIssue]
+    assert record is not None
+    assert (record.fault, record.peer, record.call, record.algorithm) == (Fault.TIMEOUT, 1, 1, 1)
+    assert record.digest == item.call.digest and BOUND <= record.waited_ns < SECOND
+    lab.synchronize()
+    assert lab.channels[0].error() == record
+
+
+@pytest.mark.invariant("C7", control=True)
+def test_a_busy_device_is_no_fault(gpu) -> None:
+    lab = VirtualRanks(gpu, 2, bound_ns=10 * SECOND)
+    item = Item(lab, random.Random(0), ONE_SHOT_WORDS, 8192)
+    lab.synchronize()
+    for rank in range(2):
+        item.launch(lab, rank)
+        lab.delay(rank, 400_000_000)
+    assert lab.errors() == [None, None]
+    lab.synchronize()
+    assert lab.errors() == [None, None] and item.right()
 
 
 @pytest.mark.invariant("C7")
