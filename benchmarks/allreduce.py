@@ -40,7 +40,7 @@ SENTINEL = Choice(Algorithm.ONE_SHOT, Wire.SENTINEL)
 TWO_SHOT = Choice(Algorithm.TWO_SHOT, Wire.CHUNKS)
 STAGED = Choice(Algorithm.STAGED, Wire.FLAGS)
 STAGED_TWO_SHOT = Choice(Algorithm.STAGED_TWO_SHOT, Wire.FLAGS)
-SENTINEL_LARGEST, STAGED_LARGEST = 4 << 20, 256 << 10
+SENTINEL_LARGEST, STAGED_LARGEST = 16 << 20, 256 << 10
 BOUND = 5 * SECOND
 EAGER, SKEWED = "eager", "skewed by 0 to 4 us, delays included"
 SKEW_CYCLES = 8000
@@ -318,8 +318,14 @@ def _child(given: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
-        return {"calls": {}, "missing": {}, "failed": (done.stderr or done.stdout).strip().splitlines()[-1:]}
+        return {"calls": {}, "missing": {}, "failed": _said(done.stderr or done.stdout)}
     return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def _said(text: str) -> list[str]:
+    """What a failed process and those it started said last, without the frames of their tracebacks."""
+    lines = [line for line in text.splitlines() if line and not line.startswith((" ", "Traceback", "[W", "[rank"))]
+    return list(dict.fromkeys(lines))[-4:]
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -42,7 +42,7 @@ def fused_norm(reduced: torch.Tensor, operands: Operands) -> None:
 
 
 def _quantised(norm: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor) -> None:
-    groups = norm.unflatten(-1, (-1, FP8_GROUP))
+    groups = norm.view(*norm.shape[:-1], -1, FP8_GROUP)
     largest = groups.abs().amax(-1)
     scales = largest.clamp_min(E4M3_FLOOR) * (1.0 / E4M3_LIMIT)
     # Up to a power of two: carry any mantissa into the exponent, then drop the mantissa.
