@@ -17,9 +17,13 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra halma
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a", "sm_100")
 WITH_DEPENDENT_LAUNCH = ("sm_90", "sm_90a", "sm_100")
 MORE = [("sm_90a", 2), *(("sm_90", size) for size in WORLD_SIZES[1:])]
+LONG = "streams"
+"""Takes as long as three of the others: a pull request compiles it for one generation."""
 EVERY = [
-    *((arch, 2) for arch in ARCHITECTURES if arch != "sm_90a"),
-    *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in MORE),
+    pytest.param(unit, arch, size, id=f"{unit}-{arch}-{size}", marks=[pytest.mark.nightly] if late else [])
+    for unit in UNITS
+    for arch, size in (*((arch, 2) for arch in ARCHITECTURES if arch != "sm_90a"), *MORE)
+    for late in ((arch, size) in MORE or (unit == LONG and arch != "sm_90"),)
 ]
 """All architectures at two ranks, all world sizes on one: the code of a size does not depend on the architecture. What
 a pull request compiles is every source for every generation; the rest is the nightly row's."""
@@ -30,8 +34,7 @@ def cuda(arch: str, *, atomicity: int = 16) -> Target:
 
 
 @pytest.mark.invariant("K4")
-@pytest.mark.parametrize("arch,size", EVERY, ids=lambda value: str(value))
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit,arch,size", EVERY)
 def test_a_unit_compiles(unit: str, arch: str, size: int) -> None:
     found = compiled(nvrtc, source(unit, size, cuda(arch)), arch)
     assert found.ok, found.log
