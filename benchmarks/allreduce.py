@@ -138,7 +138,7 @@ def ours_mixed(ranks: Ranks, nbytes: int, choice: Choice) -> Callable[[int], Non
     rows = nbytes // (2 * HIDDEN)
 
     def filled(value: float, *shape: int) -> torch.Tensor:
-        return torch.full(shape, value, device="cuda")
+        return torch.full(shape, value, dtype=torch.float32, device="cuda")
 
     def halves(value: float, *shape: int) -> list[torch.Tensor]:
         return [filled(value, *shape).bfloat16() for _ in ranks.here]

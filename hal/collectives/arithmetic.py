@@ -42,11 +42,11 @@ def fused_norm(reduced: torch.Tensor, operands: Operands) -> None:
 
 
 def _quantised(norm: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor) -> None:
-    groups = norm.view(*norm.shape[:-1], -1, FP8_GROUP)
+    groups = norm.view(norm.shape[0], norm.shape[1] // FP8_GROUP, FP8_GROUP)
     largest = groups.abs().amax(-1)
     scales = largest.clamp_min(E4M3_FLOOR) * (1.0 / E4M3_LIMIT)
     # Up to a power of two: carry any mantissa into the exponent, then drop the mantissa.
     scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     scales = torch.where(largest.isnan(), largest, scales)
     scale_out.view(scales.shape).copy_(scales)
-    out.view(norm.shape).copy_((groups / scales.unsqueeze(-1)).flatten(-2).to(out.dtype))
+    out.view(norm.shape).copy_((groups / scales.unsqueeze(-1)).view(norm.shape).to(out.dtype))

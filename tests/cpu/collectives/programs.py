@@ -267,7 +267,7 @@ def session_without_an_arena() -> dict[str, Any]:
 
 def left_before_the_seal(how: str) -> dict[str, Any]:
     """Rank 1 raises, or closes, between a capture and the seal that rank 0 waits in; then both make a session."""
-    with ranks_set_up("cpu", environment={"HALMA_COLLECTIVE_BOUND": "20"}) as setup:
+    with ranks_set_up("cpu", environment={"HALMA_COLLECTIVE_BOUND": "50"}) as setup:
         assert setup is not None
         comm, arena = setup.comm, setup.arena
         x = halma.persistent_input("x", (2, 4), torch.float32, backend=setup.backend)

@@ -126,7 +126,7 @@ def test_a_rank_that_leaves_before_the_seal_is_named_to_those_who_wait(
 ) -> None:
     waited, left = halma_rank_pools[2].run(programs.left_before_the_seal, how)
     assert waited["kind"] == "RankLeft" and "rank 1 (global rank 1" in waited["said"] and says in waited["said"]
-    assert waited["seconds"] < 10  # at once, and not by the bound, 20
+    assert waited["seconds"] < 45  # at once, and not by the bound, 50, on a machine however busy
     assert left["said"] == ("layer 3 is missing" if how == "raises" else "")
     assert waited["next"] == left["next"] == 7.0
 
