@@ -36,7 +36,7 @@ def test_two_grids_in_a_row_fit_the_device(nbytes: int, way: tuple, size: int, p
     apart = way[1] in (Wire.CHUNKS, Wire.FLAGS) and nbytes > 0
     blocks_a_processor = 2 if size <= 4 else 1
     assert 1 <= place.threads <= MOST_THREADS and place.blocks >= 1
-    if blocks_a_processor * processors >= 4:  # a smaller device holds one block of each grid, and one for a header apart
+    if blocks_a_processor * processors >= 4:  # a smaller device holds a block of each grid, and one for a header
         assert 2 * (place.blocks + apart) <= blocks_a_processor * processors
     flags = place.blocks * place.pieces if way[1] is Wire.CHUNKS else 2 * place.blocks
     assert way[1] not in (Wire.CHUNKS, Wire.FLAGS) or flags <= MAX_BLOCKS
