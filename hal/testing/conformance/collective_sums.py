@@ -237,6 +237,13 @@ def bit_patterns(backend: str) -> list[tuple[str, bool]]:
             comm.all_reduce(halves)  # twice: a box that was not cleared, or filled with its own sentinel, would hang
             comm.all_reduce(halves)
             found.append((f"{name}: all ones", bool(setup.done(halves).isnan().all())))
+            numbers, sums = torch.empty(6, dtype=torch.bfloat16, device=setup.device), list[float]()
+            for turn in range(4):  # each box again: what the calls before left there is no message
+                numbers.fill_(float(rank + turn))
+                comm.all_reduce(numbers)
+                sums.append(float(setup.done(numbers)[-1]))
+            right = [size * (size - 1) / 2 + size * turn for turn in range(4)]
+            found.append((f"{name}: numbers after them", sums == right))
             words = torch.arange(comm.epoch() - 3, comm.epoch() + 5, dtype=torch.int32)
             raw = torch.cat([words, patterns]).to(setup.device)
             out = torch.empty((size, raw.numel()), dtype=torch.int32, device=setup.device)

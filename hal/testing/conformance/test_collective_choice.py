@@ -130,6 +130,7 @@ def test_a_norm_as_fp8_is_made_in_one_kernel_or_not_on_a_channel() -> None:
     assert isinstance(plain, Choice) and plain.wire is Wire.FLAGS
 
 
+@pytest.mark.invariant("C5")
 def test_a_capped_sentinel_gives_way_to_two_shot() -> None:
     """At 8 ranks one-shot of the largest message does not fit 32 MiB; each rank then adds up its own part."""
     capped = plan_channels(largest=LARGEST, size=8, atomicity=8).layout("main")

@@ -109,7 +109,7 @@ def test_ranks_of_a_group_need_not_start_at_0(ranks: RankPools, members: tuple[i
 def test_no_value_is_taken_for_a_flag(all_ranks: RankPools) -> None:
     for found in all_ranks[2].run(programs.bit_patterns, all_ranks.backend):
         assert [what for what, right in found if not right] == []
-        assert len(found) == 4 * len(ORDER)
+        assert len(found) == 5 * len(ORDER)
 
 
 @pytest.mark.invariant("C9", control=True)
