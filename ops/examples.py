@@ -12,6 +12,7 @@ import torch
 
 from halma.hal.testing.examples import Arguments, OpExample, examples
 from halma.ops import families as _families  # noqa: F401  (defines every op)
+from halma.ops import speculation_examples as _speculation_examples  # noqa: F401  (the token state)
 from halma.ops import state_examples as _state_examples  # noqa: F401  (the ops that keep state)
 from halma.ops.draws import Draw, example
 from halma.ops.weight import Weight
@@ -334,26 +335,3 @@ def _join_columns() -> list[OpExample]:
 @examples("next_position")
 def _next_position() -> list[OpExample]:
     return [example("next_position", "any", lambda d, n: (d.ids(n, below=900), d.ids(n, below=9)), by_row=(0, 1))]
-
-
-@examples("decode_inputs")
-def _decode_inputs() -> list[OpExample]:
-    def build(draw: Draw, rows: int) -> Arguments:
-        return draw.ids(rows, below=12), draw.ids(12, below=1000), draw.ids(12, below=4000)
-
-    return [example("decode_inputs", "any slots", build, by_row=(0,))]
-
-
-@examples("commit_tokens")
-def _commit_tokens() -> list[OpExample]:
-    def build(draw: Draw, rows: int) -> Arguments:
-        slot = torch.arange(rows, 0, -1)
-        step = draw.ids(rows, below=1000), draw.ids(rows, below=90), draw.ids(rows, below=6), slot
-        return (*step, draw.ids(12, below=9), draw.ids(12, below=9), draw.ids(12, 8, below=9))
-
-    def pad(arguments: Arguments, real: int, payload: float) -> None:
-        for tensor in arguments[1:4]:
-            tensor[real:] = 0
-        arguments[0][real:] = 0 if payload == 0 else 999
-
-    return [example("commit_tokens", "a ring of eight", build, state=(4, 5, 6), null_row=True, padding=pad)]

@@ -19,6 +19,7 @@ from halma.ops import (
     routing,
     rows,
     sampling,
+    speculation,
     vocabulary,
 )
 
@@ -36,6 +37,7 @@ FAMILIES = (
     routing,
     experts,
     sampling,
+    speculation,
     vocabulary,
 )
 """The modules in the order in which a step meets them."""

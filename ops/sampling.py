@@ -1,4 +1,4 @@
-"""Choosing the next token, and committing it to the state that stays on the device."""
+"""Choosing the next token."""
 
 from __future__ import annotations
 
@@ -153,64 +153,3 @@ def _cut_to_nucleus(scores: torch.Tensor, top_p: torch.Tensor, ws: Workspace) ->
     outside = ws.take((rows, width - 1), torch.bool)
     torch.ge(mass[:, :-1], limit, out=outside)
     scores[:, 1:].masked_fill_(outside, float("-inf"))
-
-
-@op(
-    "decode_inputs",
-    out=lambda slot, last_token, lengths: (
-        Spec((slot.shape[0], 1), torch.int64),
-        Spec((slot.shape[0],), torch.int64),
-    ),
-)
-def decode_inputs(
-    slot: torch.Tensor,
-    last_token: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    out: tuple[torch.Tensor, torch.Tensor],
-    ws: Workspace,
-) -> None:
-    """The newest token of every request, and the position at which it stands.
-
-    Args:
-        slot: [R] int64; slot 0 is the null slot, whose values mean nothing.
-        last_token, lengths: [slots + 1] int64; lengths counts the tokens that were fed.
-        out: tokens [R, 1], start [R], both int64.
-    """
-    tokens, start = out
-    torch.index_select(last_token, 0, slot, out=tokens.view(-1))
-    torch.index_select(lengths, 0, slot, out=start)
-
-
-@op("commit_tokens")
-def commit_tokens(
-    next: torch.Tensor,
-    start: torch.Tensor,
-    count: torch.Tensor,
-    slot: torch.Tensor,
-    last_token: torch.Tensor,
-    lengths: torch.Tensor,
-    ring: torch.Tensor,
-    *,
-    ws: Workspace,
-) -> None:
-    """Make ``next`` each request's newest token, in place.
-
-    ``lengths[slot] = start + count``, ``last_token[slot] = next`` and ``ring[slot, lengths[slot] % width] =
-    next``: the host reads the token at position p from column p % width. Slot 0 takes what padding writes.
-
-    Args:
-        next, start, count, slot: [R] int64; slots other than 0 occur once.
-        last_token, lengths: [slots + 1] int64.
-        ring: [slots + 1, width] int64, contiguous.
-    """
-    rows, width = slot.shape[0], ring.shape[1]
-    position = ws.take((rows,), torch.int64)
-    cell = ws.take((rows,), torch.int64)
-    torch.add(start, count, out=position)
-    lengths.index_copy_(0, slot, position)
-    last_token.index_copy_(0, slot, next)
-    position.remainder_(width)
-    torch.mul(slot, width, out=cell)
-    cell.add_(position)
-    ring.view(-1).index_copy_(0, cell, next)

@@ -24,6 +24,7 @@ from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
+from halma.models.deepseek_v4.stepper import occupy
 from halma.models.deepseek_v4.weights import V4Weights
 
 EXACT_TOLERANCE = 1e-4
@@ -206,13 +207,6 @@ def _parts(length: int, prefill: int, chunk: int, step: int) -> Iterator[tuple[i
         begin = end
 
 
-def occupy(runner: V4Runner, requests: int) -> None:
-    """Give each of the slots 1.. its pages."""
-    state, width = runner.model.state, runner.plan.pages_per_slot
-    state.page_table[1 : requests + 1].copy_(torch.arange(1, requests * width + 1).view(requests, width))
-    state.lengths.zero_()
-
-
 # -- comparisons ----------------------------------------------------------------------------------------
 
 
@@ -229,6 +223,8 @@ def verify(
     graph: bool = False,
     tokens_per_step: int = 1,
     divide: Divide = alone,
+    target: bool = True,
+    drafts: bool = True,
 ) -> CaseReport:
     """Run one case and compare it by its own tolerance. Of several ranks each compares all of it.
 
@@ -237,17 +233,22 @@ def verify(
         divide: gives the ranks; a case with roundings is one rank's alone.
         graph: replay instead of running eagerly; intermediate values are compared in eager runs only.
         tokens_per_step: tokens a request and step after the prompt.
+        target, drafts: compare the model itself; compare what its MTP module drafts, where the case has any and
+            one rank has all of the model.
     """
-    from halma.models.deepseek_v4 import golden_quantised, golden_random, golden_tiny
+    from halma.models.deepseek_v4 import golden_drafts, golden_quantised, golden_random, golden_tiny
 
     case = CaseFile(path)
     report = CaseReport(path.stem, "shipping" if case.quantised else "exact", graph, tokens_per_step)
-    if case.random:
-        golden_random.compare(case, load, backend, report, divide)
-    elif case.quantised:
-        golden_quantised.compare(case, load, backend, report)
-    else:
-        golden_tiny.compare(case, load, backend, report, divide)
+    if target:
+        if case.random:
+            golden_random.compare(case, load, backend, report, divide)
+        elif case.quantised:
+            golden_quantised.compare(case, load, backend, report)
+        else:
+            golden_tiny.compare(case, load, backend, report, divide)
+    if drafts and divide is alone:
+        golden_drafts.compare(case, load, backend, report)
     return report
 
 

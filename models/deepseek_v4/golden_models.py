@@ -22,7 +22,7 @@ def loader_for(path: Path, model: str, backend: Backend, *, rank: int = 0, world
     @functools.cache
     def load(arithmetic: str, carrier: torch.dtype) -> CaseModel:
         device = backend.device.torch_device
-        options = LoadOptions(carrier, arithmetic, device=device, rank=rank, world=world, drafter=False)
+        options = LoadOptions(carrier, arithmetic, device=device, rank=rank, world=world)
         loaded = load_case(path, options) if case.random else load_checkpoint(resolve_model(model).path, options)
         return CaseModel(loaded.config, loaded.weights)
 

@@ -22,12 +22,12 @@ from halma.models.deepseek_v4.golden import (
     deviation,
     force,
     mismatches,
-    occupy,
     sequence,
     step_rows,
 )
 from halma.models.deepseek_v4.program import block, prepare
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
+from halma.models.deepseek_v4.stepper import occupy
 from halma.ops.quant import round_fp4_blocks, round_kv_rows
 from halma.ops.weight import FP4_BLOCK
 
@@ -75,7 +75,8 @@ def _layers(case: CaseFile, model: CaseModel, backend: Backend, report: CaseRepo
     v4 = runner.model
     with torch.no_grad():
         inputs = runner.inputs.views(descriptor)
-        step = prepare(v4, inputs, descriptor, inputs.tokens, torch.zeros(1, dtype=torch.int64, device=device))
+        start = torch.zeros(1, dtype=torch.int64, device=device)
+        step = prepare(v4, descriptor, inputs.tokens, start, inputs.count, inputs.slot)
         embedded = model.weights.embed.data[fed[:count]].float()
         before = embedded[:, None].expand(-1, model.config.hc_mult, -1).contiguous()
         for index, (layer, kind) in enumerate(zip(model.weights.layers, model.config.layers, strict=True)):

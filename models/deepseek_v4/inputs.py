@@ -37,11 +37,14 @@ class V4Inputs:
         self.count = integers("count", null=1)
         self.temperature, self.top_p = floats("temperature", 0.0), floats("top_p", 1.0)
         self.seed = integers("seed")
+        self.after = persistent_input(backend, "after", (requests,), torch.int64, pad=-1, per="request")
         per_request = (self.slot, self.count, self.temperature, self.top_p, self.seed)
-        self._sets = {"decode": InputSet(per_request), "prefill": InputSet((self.tokens, *per_request))}
+        generating = InputSet(per_request)
+        prefill = InputSet((self.tokens, self.after, *per_request))
+        self._sets = {"decode": generating, "verify": generating, "prefill": prefill}
 
     def read_by(self, descriptor: Descriptor) -> InputSet:
-        """The inputs that steps of the descriptor's role read: decode takes its tokens from the device."""
+        """The inputs that steps of the descriptor's role read: but for prefill, tokens come from the device."""
         return self._sets[descriptor.role]
 
     def views(self, descriptor: Descriptor) -> StepInputs:
@@ -54,6 +57,7 @@ class V4Inputs:
             self.temperature.prefix(requests),
             self.top_p.prefix(requests),
             self.seed.prefix(requests),
+            self.after.prefix(requests),
         )
 
     def fill(
@@ -62,6 +66,7 @@ class V4Inputs:
         counts: Sequence[int],
         *,
         tokens: Sequence[int] | torch.Tensor | None = None,
+        after: Sequence[int] | None = None,
         temperature: Sequence[float] | None = None,
         top_p: Sequence[float] | None = None,
         seed: Sequence[int] | None = None,
@@ -69,15 +74,17 @@ class V4Inputs:
         """This step's rows, one a request; the rest becomes padding.
 
         Args:
-            slots, counts: the request's slot and its real tokens in this step.
+            slots, counts: the request's slot and its real tokens in this step; for a step that verifies the most that
+                it may have, the newest token among them.
             tokens: request-major, ``query_len`` a request, for steps that read them.
+            after: beside ``tokens``: the token of the prompt that follows this piece of it, -1 behind the last piece.
             temperature, top_p, seed: greedy where they are left out.
 
         Raises:
             RequestError: their numbers differ; nothing was taken then.
         """
         rows = len(slots)
-        given = {"counts": counts, "temperature": temperature, "top_p": top_p, "seed": seed}
+        given = {"counts": counts, "after": after, "temperature": temperature, "top_p": top_p, "seed": seed}
         wrong = [f"{name} has {len(one)}" for name, one in given.items() if one is not None and len(one) != rows]
         if tokens is not None and (len(tokens) % rows if rows else len(tokens)):
             wrong.append(f"tokens has {len(tokens)}")
@@ -95,6 +102,7 @@ class V4Inputs:
         self.seed.refresh(torch.tensor(seed or [0] * rows, dtype=torch.int64))
         if tokens is not None:
             self.tokens.refresh(torch.as_tensor(tokens, dtype=torch.int64).reshape(-1))
+            self.after.refresh(torch.tensor([-1] * rows if after is None else after, dtype=torch.int64))
 
     @property
     def held(self) -> bool:
@@ -102,6 +110,6 @@ class V4Inputs:
         return all(one.rows is not None for one in self._sets["decode"])
 
     def keep(self) -> None:
-        """A decode step of the same requests as the last one."""
+        """A step that decodes or verifies the same requests as the last one."""
         for one in self._sets["decode"]:
             one.keep()

@@ -139,7 +139,7 @@ def load_v4(
             device=device,
             rank=ranks.rank,
             world=ranks.size,
-            drafter=False,
+            drafter=options.mtp > 0,
         ),
         limits=limits,
         state_bytes=lambda config: state_bytes(config, options, carrier),
@@ -158,6 +158,7 @@ def state_bytes(config: V4Config, options: RunnerOptions, carrier: torch.dtype) 
         max_context=options.max_context,
         max_query_len=options.chunk,
         pages=options.pages,
+        drafts=options.mtp,
     )
     formats = RowFormats.of(options.arithmetic, options.index_format)
     return build_state(config, plan, formats, dtype=carrier, device=torch.device("meta")).nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from halma.hal.errors import ModelError
@@ -24,6 +25,17 @@ def v4_flash() -> V4Config:
         n_routed_experts=256,
         routed_scaling_factor=1.5,
         index_topk=512,
+    )
+
+
+def v4_flash_shaped(layers: int) -> V4Config:
+    """The first layers of V4-Flash, and its MTP module: for timing, with weights made of a seed."""
+    whole = v4_flash()
+    return replace(
+        whole,
+        num_hidden_layers=layers,
+        compress_ratios=(*whole.compress_ratios[:layers], whole.compress_ratios[-1]),
+        num_hash_layers=min(layers, whole.num_hash_layers),
     )
 
 

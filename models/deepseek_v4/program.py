@@ -1,8 +1,9 @@
-"""One step of DeepSeek-V4, written once: decode, prefill chunks and verification differ by shapes alone.
+"""What a step of DeepSeek-V4 is made of, written once: decode, prefill and verification differ by shapes alone.
 
 Notation: M rows in the step (requests x tokens per request), D hidden size, n residual streams, H heads of
 width d, V tokens, N ranks, each with its part of the weights (:mod:`halma.models.deepseek_v4.ranks`). Sections in
-brackets refer to the model's published reference code (``inference/model.py``).
+brackets refer to the model's published reference code (``inference/model.py``). The steps themselves, and the drafts:
+:mod:`halma.models.deepseek_v4.steps`, :mod:`halma.models.deepseek_v4.draft`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from halma.models.deepseek_v4.boundary import Boundary, Entrance, boundary
 from halma.models.deepseek_v4.config import LayerKind, V4Config
 from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.state import LayerState, V4State
-from halma.models.deepseek_v4.weights import AttentionWeights, CompressorWeights, FfnWeights, LayerWeights, V4Weights
+from halma.models.deepseek_v4.weights import (
+    AttentionWeights,
+    CompressorWeights,
+    FfnWeights,
+    HyperConnection,
+    LayerWeights,
+    V4Weights,
+)
 
 Tap = Callable[[str, torch.Tensor], None]
 
@@ -65,6 +73,7 @@ class StepInputs:
         tokens: int64 [R, T]; read by prefill only.
         slot, count: int64 [R]; the request's slot (0 = padding) and its real tokens in this step.
         temperature, top_p: float32 [R]; seed: int64 [R]; read by the ``sample`` variant only.
+        after: int64 [R]; read by prefill only: the token of the prompt behind this piece of it, -1 where it ends.
     """
 
     tokens: torch.Tensor
@@ -73,6 +82,7 @@ class StepInputs:
     temperature: torch.Tensor
     top_p: torch.Tensor
     seed: torch.Tensor
+    after: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,48 +100,27 @@ class Step:
     every_block: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
 
-def decode_step(model: V4Model, inputs: StepInputs, descriptor: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Feed each request's newest token, choose the next and commit it. Returns (next [R], logits [R, V]).
-
-    The variants ``greedy`` and ``sample`` look at each request's last real token; ``all`` returns the greedy
-    choice and the logits of every row, [M] and [M, V]. Of several ranks each returns the logits of its own tokens.
-    """
-    ops, state = model.ops, model.state
-    tokens, start = ops.decode_inputs(inputs.slot, state.last_token, state.lengths)
-    return _step(model, inputs, descriptor, tokens, start)
-
-
-def prefill_step(model: V4Model, inputs: StepInputs, descriptor: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Feed ``inputs.tokens`` after what each request holds; as :func:`decode_step` otherwise."""
-    _, start = model.ops.decode_inputs(inputs.slot, model.state.last_token, model.state.lengths)
-    return _step(model, inputs, descriptor, inputs.tokens, start)
-
-
-def _step(
-    model: V4Model, inputs: StepInputs, descriptor: Descriptor, tokens: torch.Tensor, start: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ops, state = model.ops, model.state
-    logits = forward(model, inputs, descriptor, tokens, start)
-    if descriptor.variant == "sample":
-        whole, position = model.ranks.all_logits(ops, logits), ops.next_position(start, inputs.count)
-        chosen = ops.sample_tokens(whole, inputs.temperature, inputs.top_p, inputs.seed, position)
-    else:
-        chosen = model.ranks.best_token(ops, logits)
-    newest = chosen
-    if descriptor.variant == "all":  # every row's choice is returned, the last real row's is committed
-        newest = ops.last_rows(chosen, inputs.count, descriptor.query_len)
-    ops.commit_tokens(newest, start, inputs.count, inputs.slot, state.last_token, state.lengths, state.ring)
-    return chosen, logits
-
-
-def forward(
-    model: V4Model, inputs: StepInputs, descriptor: Descriptor, tokens: torch.Tensor, start: torch.Tensor
+def choose(
+    model: V4Model, inputs: StepInputs, descriptor: Descriptor, logits: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens [R, T] at positions start.. -> logits [R, V/N] of each request's last real token, or [M, V/N] of all."""
+    """Logits [P, V/N] -> the token of each row [P], drawn where the step is of the ``sample`` variant.
+
+    P is R or a multiple of it, request-major. ``position`` [P]: where the chosen token will stand.
+    """
+    ops, ranks = model.ops, model.ranks
+    if descriptor.variant != "sample":
+        return ranks.best_token(ops, logits)
+    how = (inputs.temperature, inputs.top_p, inputs.seed)
+    each = logits.shape[0] // descriptor.num_requests
+    if each > 1:
+        how = tuple(ops.spread_rows(one, each) for one in how)
+    return ops.sample_tokens(ranks.all_logits(ops, logits), *how, position)
+
+
+def backbone(model: V4Model, step: Step) -> torch.Tensor:
+    """The residual streams [M, n, D] behind the last layer."""
     ops, config, weights = model.ops, model.config, model.weights
-    step = prepare(model, inputs, descriptor, tokens, start)
-    embedded = model.ranks.all_reduce(ops.embed(step.tokens, weights.embed, model.ranks.first_token))
-    between = boundary(model, ops.expand_streams(embedded, config.hc_mult))
+    between = boundary(model, ops.expand_streams(embedded(model, step), config.hc_mult))
     entrances: list[Entrance] = [(layer.hc_attn, layer.attn_norm) for layer in weights.layers]
     x = between.enter(entrances[0])
     for index, (layer, kind) in enumerate(zip(weights.layers, config.layers, strict=True)):
@@ -140,32 +129,60 @@ def forward(
             x = block(model, x, between, layer, kind, model.state.layers[index], step, following)
         if model.tap is not None:
             model.tap(f"layer{index}.streams", between.streams)
-    streams = between.streams
-    if descriptor.variant != "all":
-        streams = ops.last_rows(streams, step.count, descriptor.query_len)
-    head = weights.hc_head
+    return between.streams
+
+
+def embedded(model: V4Model, step: Step) -> torch.Tensor:
+    """The embeddings [M, D] of the step's tokens."""
+    ranks = model.ranks
+    return ranks.all_reduce(model.ops.embed(step.tokens, model.weights.embed, ranks.first_token))
+
+
+def target_logits(model: V4Model, streams: torch.Tensor) -> torch.Tensor:
+    """Streams behind the last layer [P, n, D] -> [P, V/N]."""
+    return logits_of(model, streams, model.weights.hc_head, model.weights.norm)
+
+
+def logits_of(model: V4Model, streams: torch.Tensor, head: HyperConnection, norm: torch.Tensor) -> torch.Tensor:
+    """Streams [P, n, D] -> logits [P, V/N], through the one output matrix that target and draft share."""
+    ops, config = model.ops, model.config
     x = ops.hc_head(streams, head.fn, head.base, head.scale, config.rms_norm_eps, config.hc_eps)
-    x = ops.rms_norm(x, weights.norm, config.rms_norm_eps)
-    return ops.linear(x, weights.head, model.accumulator)
+    return ops.linear(ops.rms_norm(x, norm, config.rms_norm_eps), model.weights.head, model.accumulator)
 
 
 def prepare(
-    model: V4Model, inputs: StepInputs, descriptor: Descriptor, tokens: torch.Tensor, start: torch.Tensor
+    model: V4Model,
+    descriptor: Descriptor,
+    tokens: torch.Tensor,
+    start: torch.Tensor,
+    count: torch.Tensor,
+    slot: torch.Tensor,
+    *,
+    kinds: tuple[LayerKind, ...] | None = None,
 ) -> Step:
-    """Everything that depends on the step but not on the layer."""
+    """Everything that depends on the step but not on the layer.
+
+    Args:
+        tokens: [R, T'], at positions ``start`` [R] .., of which ``count`` [R] are real: all of them, where it is more.
+        kinds: of the layers that it is for; the target's by default.
+    """
     ops, plan = model.ops, model.state.plan
-    rows, positions, row_slot = ops.step_rows(tokens, start, inputs.count, inputs.slot)
-    angles = {name: ops.rope_angles(positions, freq) for name, freq in model.inv_freq.items()}
+    kinds = model.config.layers if kinds is None else kinds
+    rows, positions, row_slot = ops.step_rows(tokens, start, count, slot)
+    angles = {
+        rope: ops.rope_angles(positions, model.inv_freq[rope])
+        for rope in sorted({kind.rope for kind in kinds}, reverse=True)
+    }
     every = {
         ratio: ops.all_blocks(positions, ratio, descriptor.context_capacity // ratio)
-        for ratio in sorted({kind.ratio for kind in model.config.layers if kind.ratio})
+        for ratio in sorted({kind.ratio for kind in kinds if kind.ratio})
     }
-    slots, context = plan.slots + 1, plan.max_context
+    slots, context = plan.slots + 1, plan.max_context + plan.drafts  # drafts may stand behind the end
     return Step(
         descriptor,
-        DeviceValue(inputs.slot, bound=slots, name="slot"),
+        DeviceValue(slot, bound=slots, name="slot"),
         DeviceValue(start, bound=context, name="start"),
-        DeviceValue(inputs.count, bound=descriptor.query_len + 1, name="count"),
+        DeviceValue(count, bound=descriptor.query_len + 1, name="count"),
         DeviceValue(rows, bound=model.config.vocab_size, name="tokens"),
         DeviceValue(positions, bound=context, name="positions"),
         DeviceValue(row_slot, bound=slots, name="row_slot"),

@@ -238,7 +238,7 @@ def divided(config: V4Config, group: Group, *, tokens: int, carrier: torch.dtype
     After an exception nothing is exchanged any more (G26): the memory goes with the process, or with its last peer.
 
     Args:
-        tokens: most rows of a step.
+        tokens: most rows of a step; a ladder with a wider one is refused before anything of it is captured.
         carrier: dtype of activations.
 
     Raises:
@@ -248,8 +248,9 @@ def divided(config: V4Config, group: Group, *, tokens: int, carrier: torch.dtype
     check_world(config, group.size)
     wide = 8 if carrier is torch.float64 else 4
     row = config.vocab_size // group.size * wide
-    largest = max(tokens * config.hidden_size * carrier.itemsize, row)
-    arena = group.arena(plan_channels(largest=largest))
+    each = config.hidden_size * carrier.itemsize
+    largest = max(tokens * each, row)
+    arena = group.arena(plan_channels(largest=largest, bytes_per_token=each))
     communicator = group.communicator(arena)
     yield ManyRanks(config, group, communicator, arena, largest=_gathered_at_once(arena, largest))
     communicator.close()

@@ -130,7 +130,12 @@ class V4Weights:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
+        return nbytes_of(self)
+
+
+def nbytes_of(part: object) -> int:
+    """Bytes of the tensors in a record of weights, or in a tuple of them."""
+    return sum(tensor.nbytes for _, tensor in _tensors("", part))
 
 
 def _tensors(path: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,15 +14,15 @@ import torch.distributed as distributed
 
 import halma
 from halma.hal.collectives.contract import Kind
-from halma.hal.errors import CaptureError, CollectiveError, RankError
+from halma.hal.errors import ArenaError, CaptureError, CollectiveError, RankError
 from halma.hal.graph.descriptor import Descriptor
 from halma.models.deepseek_v4.checkpoint import LoadOptions, load_checkpoint, load_source
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.engine import Engine, Request
-from halma.models.deepseek_v4.golden import occupy
 from halma.models.deepseek_v4.presets import tiny_directory
 from halma.models.deepseek_v4.ranks import ONE_RANK, ManyRanks, Ranks, divided
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
+from halma.models.deepseek_v4.stepper import Stepper, Text, occupy
 from halma.models.deepseek_v4.synthetic import SyntheticSource, small_config
 from halma.models.deepseek_v4.weights import V4Weights
 
@@ -65,7 +65,8 @@ def weights_of(
 
 
 def runner_of(job: Job, ranks: Ranks) -> V4Runner:
-    load = LoadOptions(job.carrier, arithmetic=job.arithmetic, rank=ranks.rank, world=ranks.size, drafter=False)
+    drafter = job.options.get("mtp", 0) > 0
+    load = LoadOptions(job.carrier, arithmetic=job.arithmetic, rank=ranks.rank, world=ranks.size, drafter=drafter)
     model = None if job.changes is None else tuple(sorted(job.changes.items()))
     config, weights = weights_of(model, job.seed, load)
     options = {"max_requests": 3, "batches": (1, 3), "max_context": 256, "chunk": 16, **job.options}
@@ -100,11 +101,11 @@ def serve(job: Job, ranks: Ranks = ONE_RANK) -> Served:
 
 
 @contextmanager
-def many(job: Job) -> Iterator[ManyRanks]:
+def many(job: Job, tokens: int = 16 * 3) -> Iterator[ManyRanks]:
     """All ranks of this process's pool."""
     config = tiny_config() if job.changes is None else small_config(**job.changes)
     members = halma.collectives(world=distributed.group.WORLD, backend="cpu")
-    with divided(config, members, tokens=16 * 3, carrier=job.carrier) as ranks:
+    with divided(config, members, tokens=tokens, carrier=job.carrier) as ranks:
         yield ranks
 
 
@@ -118,6 +119,33 @@ def serve_on_ranks(job: Job) -> Served:
         served = serve(job, ranks)
         ranks.require_same("tokens", served.tokens)
     return served
+
+
+def drafted(job: Job, given: list[Text], ranks: Ranks = ONE_RANK) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of texts, and what each step accepted of its drafts, with as many drafts as the job's options have."""
+    runner = runner_of(job, ranks)
+    runner.prepare(runner.descriptors(("sample",)))
+    found = Stepper(runner, [replace(text, tokens=[], accepted=[]) for text in given]).run(runner.options.mtp)
+    runner.close()
+    return [text.tokens for text in found], [text.accepted for text in found]
+
+
+def draft_on_ranks(job: Job, given: list[Text]) -> tuple[list[list[int]], list[list[int]]]:
+    with many(job) as ranks:
+        return drafted(job, given, ranks)
+
+
+def plan_too_little(job: Job) -> str:
+    """The refusal of a ladder whose widest step is wider than what the ranks' memory was planned for."""
+    with many(job, tokens=16) as ranks:
+        runner = runner_of(job, ranks)
+        try:
+            runner.prepare()
+        except ArenaError as error:
+            return str(error)
+        finally:
+            runner.close()
+    return ""
 
 
 def logits(job: Job, tokens: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:

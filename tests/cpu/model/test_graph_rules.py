@@ -18,8 +18,8 @@ from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.forks import Fork
 from halma.hal.graph.scope import GraphCaptureScope
 from halma.hal.testing.forks import script
-from halma.models.deepseek_v4.program import decode_step
 from halma.models.deepseek_v4.runner import V4Runner
+from halma.models.deepseek_v4.steps import decode_step
 from tests.cpu.model.small import small_runner
 
 
@@ -160,7 +160,7 @@ def test_a_step_that_was_not_planned_is_refused_by_name():
     big = replace(runner.inputs.views(descriptor), tokens=torch.zeros(2, 9, dtype=torch.int64))
     with torch.no_grad(), pytest.raises(WorkspaceError, match="sealed workspace cannot grow"):
         runner.workspace.start()
-        from halma.models.deepseek_v4.program import prefill_step
+        from halma.models.deepseek_v4.steps import prefill_step
 
         prefill_step(runner.model, big, descriptor)
     runner.workspace.reset()

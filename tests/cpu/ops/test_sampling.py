@@ -7,7 +7,7 @@ import torch
 
 from halma.hal.workspace import Workspace
 from halma.ops import sampling
-from tests.cpu.ops.checks import check_contract, fresh_ops, poisoned, run, same_bits
+from tests.cpu.ops.checks import check_contract, poisoned, run, same_bits
 
 
 def logits_of(count: int, vocabulary: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -219,37 +219,6 @@ def test_a_vocabulary_of_one() -> None:
     assert draw(torch.zeros(2, 1)).tolist() == [0, 0]
 
 
-# -- committing -----------------------------------------------------------------------------------------
-
-
-def state(slots: int = 4, width: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        torch.full((slots + 1,), 100),
-        torch.arange(slots + 1) * 10,
-        torch.full((slots + 1, width), -7),
-    )
-
-
-def test_commit_then_read_back() -> None:
-    last, lengths, ring = state()
-    start, count, slot = torch.tensor([30, 0, 6]), torch.tensor([1, 0, 5]), torch.tensor([3, 0, 1])
-    fresh_ops().commit_tokens(torch.tensor([41, 42, 43]), start, count, slot, last, lengths, ring)
-    assert lengths[[1, 2, 3, 4]].tolist() == [11, 20, 31, 40]
-    assert last[[1, 2, 3, 4]].tolist() == [43, 100, 41, 100]
-    assert ring[3, 31 % 8] == 41 and ring[1, 11 % 8] == 43
-    assert int((ring[1:] != -7).sum()) == 2
-    tokens, begin = run("decode_inputs", torch.tensor([1, 3, 2]), last, lengths)
-    assert tokens.tolist() == [[43], [41], [100]] and begin.tolist() == [11, 31, 20]
-
-
-def test_several_padding_rows_share_the_null_slot_and_touch_no_other() -> None:
-    last, lengths, ring = state()
-    zero = torch.zeros(3, dtype=torch.int64)
-    before = [t[1:].clone() for t in (last, lengths, ring)]
-    fresh_ops().commit_tokens(torch.tensor([1, 2, 3]), zero, zero, zero, last, lengths, ring)
-    assert all(torch.equal(t[1:], b) for t, b in zip((last, lengths, ring), before, strict=True))
-
-
 def test_the_next_position_follows_the_tokens_that_were_fed() -> None:
     assert run("next_position", torch.tensor([5, 0]), torch.tensor([3, 1])).tolist() == [8, 1]
 
@@ -260,9 +229,6 @@ def test_contracts(count: int) -> None:
     heat, cut = torch.full((count,), 0.8), torch.full((count,), 0.9)
     assert check_contract("argmax_tokens", lambda: (logits.clone(),)) <= 1
     assert check_contract("next_position", lambda: (i64, i64)) <= 1
-    assert check_contract("decode_inputs", lambda: (i64, torch.arange(9), torch.arange(9))) <= 2
     assert check_contract("sample_tokens", lambda: (logits.clone(), heat, cut, i64, i64)) <= 64
-    calls = check_contract("commit_tokens", lambda: (i64.clone(), i64.clone(), i64.clone(), i64.clone(), *state()))
-    assert calls <= 8
     again = [draw(logits, 0.8, 0.9, 3, 1) for _ in range(2)]
     assert same_bits(*again)
