@@ -100,6 +100,8 @@ class PersistentInput:
         self._written: tuple[Stream, Event] | None = None
         self._reader: Stream | None = None
         self._read = None if backend is None else backend.device.new_event(f"{name} read")
+        # keep() copies nothing, so it takes no turn of the staging: a host that keeps never waits, however far ahead.
+        self._kept = None if backend is None else backend.device.new_event(f"{name} kept")
 
     def _stage(self, backend: Backend, number: int) -> _Stage:
         memory = backend.memory.pinned(self.tensor.shape, self.tensor.dtype)
@@ -129,7 +131,7 @@ class PersistentInput:
             if len(rows):
                 self.tensor[: len(rows)].copy_(rows, non_blocking=True)
             self._rewrite_padding(len(rows))
-            self._mark_written(stage)
+            self._mark_written(None if stage is None else stage.event)
         self.rows = len(rows)
         self.fresh = True
         self.counters.last_source = "host" if host else "device"
@@ -148,9 +150,9 @@ class PersistentInput:
             raise self._refused("was kept before any refresh", "it holds no rows of a step", do="refresh() it first")
         self._refuse_in_capture("keep()")
         with torch.no_grad():
-            stage = self._next_stage()
+            self._follow_reader()
             self._rewrite_padding(self.rows)
-            self._mark_written(stage)
+            self._mark_written(self._kept)
         self.fresh = True
         self.counters.keeps += 1
 
@@ -176,7 +178,7 @@ class PersistentInput:
         with torch.no_grad():
             stage = self._next_stage()
             self.tensor.fill_(self.null)
-            self._mark_written(stage)
+            self._mark_written(None if stage is None else stage.event)
         self.rows = None
         self.fresh = False
         self.counters.last_source = "capture"
@@ -236,25 +238,29 @@ class PersistentInput:
         """The next turn, once the device is done with what it held, and behind the replay that reads the input."""
         if not self._stages:
             return None
-        if self._reader is not None and self._backend is not None and self._read is not None:
-            current = self._backend.device.current_stream()
-            if self._reader != current:
-                self._reader.record(self._read)
-                current.wait(self._read)
+        self._follow_reader()
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % len(self._stages)
         if stage.used and not stage.event.query():
             self.counters.waits += 1
             stage.event.synchronize()
+        stage.used = True
         return stage
 
-    def _mark_written(self, stage: _Stage | None) -> None:
-        if stage is None or self._backend is None:
+    def _follow_reader(self) -> None:
+        """Let what is written next come behind the replay that reads the input, where that is on another stream."""
+        if self._reader is not None and self._backend is not None and self._read is not None:
+            current = self._backend.device.current_stream()
+            if self._reader != current:
+                self._reader.record(self._read)
+                current.wait(self._read)
+
+    def _mark_written(self, event: Event | None) -> None:
+        if event is None or self._backend is None:
             return
         stream = self._backend.device.current_stream()
-        stream.record(stage.event)
-        stage.used = True
-        self._written = (stream, stage.event)
+        stream.record(event)
+        self._written = (stream, event)
 
     def _check_fit(self, rows: torch.Tensor) -> None:
         mine = self.tensor

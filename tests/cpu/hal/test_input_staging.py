@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from halma.hal.graph.inputs import STAGES, PersistentInput
@@ -66,6 +67,17 @@ def test_a_staging_buffer_that_may_still_be_read_is_waited_for_and_counted():
     assert x.counters.waits == 0
     x.refresh(torch.ones(4))
     assert x.counters.waits == 1
+
+
+@pytest.mark.invariant("M8")
+def test_rows_that_are_kept_never_make_the_host_wait_however_far_it_is_ahead():
+    x, _ = late_input(LateStream())
+    x.refresh(torch.ones(2))
+    x.tensor.fill_(7.0)
+    for _ in range(10):
+        x.keep()
+    assert x.counters.waits == 0 and x.counters.keeps == 10
+    assert x.tensor.tolist() == [7.0, 7.0, 0.0, 0.0]  # and the padding was rewritten
 
 
 def test_a_replay_elsewhere_waits_for_the_last_write_and_one_on_the_same_stream_does_not():
