@@ -1,80 +1,36 @@
 """Serves requests: admits, steps, retires. The decode loop itself lives on the device.
 
-A decode step reads each slot's newest token and length from device memory and writes the next; the host
-sees tokens in a pinned ring, one step behind, and decides who stays from what it saw (so a request that
-ends with ``eos`` computes one token too many, which nobody reads). Host decisions at step s use results up
-to step s - 1, always (G27). They depend on requests and tokens alone, never on a clock or on what is ready, so the
-ranks of a divided model, which have the same requests and get the same tokens, make the same steps.
+A step reads each slot's newest token and length from device memory and writes the next ones; with MTP it verifies
+drafts and makes new ones, so how many tokens it gives is known to the device alone. The host sees them in a pinned
+ring, ``ahead`` steps late, and decides who stays from what it saw: when it issues step s, it has read the steps up to
+s - 1 - ``ahead``, always (G27). Until then a request that has ended is a row without effect. The host's decisions
+depend on requests, tokens and agreed step costs alone, never on a clock or on what is ready, so the ranks of a divided
+model, which have the same requests and get the same tokens, make the same steps.
+
+A step is either the prompt chunk of one request or goes on with all that run: no graph holds both, and the stream keeps
+their order, so a request that joins changes nothing for those in flight.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from halma.hal.backend import Event
 from halma.hal.errors import RequestError
+from halma.hal.graph.descriptor import Descriptor
+from halma.models.deepseek_v4.engine_costs import measured_costs
+from halma.models.deepseek_v4.engine_drafts import AdaptiveDrafts, StepCosts, check_drafts, drafts_of
+from halma.models.deepseek_v4.engine_reading import EngineCounters, Flight
+from halma.models.deepseek_v4.engine_requests import Decoder, Places, TokenCallback, check_request
+from halma.models.deepseek_v4.engine_requests import Generation as Generation
+from halma.models.deepseek_v4.engine_requests import Request as Request
 from halma.models.deepseek_v4.runner import V4Runner
-from halma.models.deepseek_v4.state import TOKEN_RING
 
-
-@dataclass(frozen=True)
-class Request:
-    """What to generate.
-
-    Args:
-        prompt: token ids, at least one.
-        max_tokens: most tokens to generate.
-        temperature: 0 is greedy.
-        top_p: nucleus; 1 keeps every token.
-        seed: sampling with the same seed gives the same tokens at any batch size.
-        stop: token ids that end the request; the stop token is the last one reported.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: frozenset[int] = frozenset()
-
-
-@dataclass
-class Generation:
-    """A request in flight or done. ``finish``: ``length``, ``stop``, ``cancelled`` or ``failed`` (its prefill raised),
-    and empty while it runs."""
-
-    id: int
-    request: Request
-    tokens: list[int] = field(default_factory=list[int])
-    finish: str = ""
-    slot: int = 0
-    pages: list[int] = field(default_factory=list[int])
-    fed: int = 0
-    issued: int = 0
-    """Tokens that the device was told to generate; the host has seen ``len(tokens)`` of them."""
-
-    @property
-    def done(self) -> bool:
-        """Whether all its tokens are known."""
-        return bool(self.finish)
-
-
-TokenCallback = Callable[[Generation, int], None]
-
-
-@dataclass
-class EngineCounters:
-    """Steps by kind, and tokens committed."""
-
-    decode_steps: int = 0
-    prefill_steps: int = 0
-    replayed: int = 0
-    eager: int = 0
-    tokens: int = 0
+MOST_AHEAD = 4
+"""Steps that the host may run ahead: with 8 drafts five steps give 45 tokens, and the ring holds 64."""
 
 
 class Engine:
@@ -82,22 +38,51 @@ class Engine:
 
     Args:
         runner: prepared or not; an unprepared runner is prepared at the first step.
-        on_token: called for every new token, in order, one step after the device made it. What it raises comes out
-            of :meth:`step`; no token is lost, and the calls that were due come with the next step.
+        ahead: steps that stay in flight while the host goes on, 1 to 4. More keep the device busy where the host is
+            slow; a stop that the host alone sees ends a request that many steps late.
+        drafts: how many tokens to draft: one of the runner's ``draft_lengths``, or ``"auto"`` for the one of them that
+            promises the most tokens a second, see :class:`AdaptiveDrafts`. None: the most that the runner was made
+            for, which without MTP is none.
+        costs: for ``"auto"``; measured by :meth:`start` if they are not given.
+        decoder: for requests with stop texts.
+        on_token: called for every new token, in order, ``ahead`` steps after the device made it. What it raises comes
+            out of :meth:`step`; no token is lost, and the calls that were due come with the next step.
+
+    Raises:
+        RequestError: no such ``ahead``, or drafts that the runner has no steps for.
     """
 
-    def __init__(self, runner: V4Runner, *, on_token: TokenCallback | None = None) -> None:
+    def __init__(
+        self,
+        runner: V4Runner,
+        *,
+        ahead: int = 1,
+        drafts: int | str | None = None,
+        costs: StepCosts | None = None,
+        decoder: Decoder | None = None,
+        on_token: TokenCallback | None = None,
+    ) -> None:
+        if not 1 <= ahead <= MOST_AHEAD:
+            raise RequestError(
+                "the host cannot run so far ahead", asked=f"ahead={ahead}", do=f"ahead=1 to {MOST_AHEAD}"
+            )
         self.runner = runner
-        self.on_token = on_token
+        self.ahead = ahead
         self.counters = EngineCounters()
         self.waiting: deque[Generation] = deque()
         self.running: list[Generation] = []
-        self._free_slots = list(range(runner.plan.slots, 0, -1))
-        self._free_pages = list(range(runner.plan.pages, 0, -1))
-        self._behind: deque[tuple[list[Generation], Event]] = deque()
-        self._untold: deque[tuple[Generation, int]] = deque()
+        self._decoder = decoder
+        lengths = runner.options.draft_lengths
+        drafts = max(lengths, default=None) if drafts is None else drafts
+        if drafts is not None:
+            check_drafts(drafts, lengths)
+        self._drafts = drafts_of(drafts, costs)
+        self._places = Places(runner)
+        self._flight = Flight(runner, self.counters, on_token=on_token, decoder=decoder, drafts=self._drafts)
         self._next_id = 0
         self._batch: tuple[object, ...] = ()
+        self._inputs = runner.inputs.read_by(runner.prefill_descriptor(1, 1, "greedy"))  # which reads all there are
+        self._waited = self._input_waits()
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -108,40 +93,7 @@ class Engine:
             RequestError: it could never run: empty, out of vocabulary, longer than the context, or in need
                 of more pages than there are.
         """
-        config, plan = self.runner.config, self.runner.plan
-        if not request.prompt:
-            raise RequestError("the prompt is empty", found="0 tokens", do="give at least one token (bos will do)")
-        if request.max_tokens < 1:
-            raise RequestError("nothing to generate", asked=f"max_tokens={request.max_tokens}", do="ask for 1 or more")
-        if not (request.temperature >= 0 and 0 < request.top_p <= 1):
-            raise RequestError(
-                "sampling parameters are out of range",
-                found=f"temperature={request.temperature}, top_p={request.top_p}",
-                do="temperature >= 0 and 0 < top_p <= 1",
-            )
-        wrong = [token for token in request.prompt if not 0 <= token < config.vocab_size]
-        if wrong:
-            raise RequestError(
-                "the prompt holds token ids that the model does not know",
-                found=f"{wrong[:5]}; the vocabulary has {config.vocab_size}",
-                do="tokenise with the model's own tokenizer",
-            )
-        total = len(request.prompt) + request.max_tokens
-        if total > plan.max_context:
-            raise RequestError(
-                "the request is longer than the context",
-                asked=f"{len(request.prompt)} prompt tokens + {request.max_tokens} to generate = {total}",
-                found=f"this engine holds {plan.max_context} tokens a request",
-                do=f"shorten the prompt, ask for at most {max(plan.max_context - len(request.prompt), 0)} tokens, "
-                "or raise the context",
-            )
-        if plan.pages_for(total) > plan.pages:
-            raise RequestError(
-                "the request needs more pages than the engine has",
-                asked=f"{plan.pages_for(total)} pages of {plan.page_tokens} tokens",
-                found=f"{plan.pages} pages in all",
-                do="raise the number of pages, or shorten the request",
-            )
+        check_request(request, self.runner.config.vocab_size, self.runner.plan, self._decoder)
         generation = Generation(self._next_id, request)
         self._next_id += 1
         self.waiting.append(generation)
@@ -154,45 +106,54 @@ class Engine:
             self.step()
         return generations
 
+    def cancel(self, generation: Generation) -> None:
+        """End a request early; its slot comes back once no step in flight uses it."""
+        if generation in self.waiting:
+            self.waiting.remove(generation)
+        generation.finish = generation.finish or "cancelled"
+
     @property
     def busy(self) -> bool:
         """Whether anything waits, runs or is yet to be read."""
-        return bool(self.waiting or self.running or self._behind or self._untold)
+        return bool(self.waiting or self.running or self._flight.steps or self._flight.untold)
 
     def why_waiting(self) -> str:
         """Why the first waiting request does not run yet; empty when none waits."""
-        if not self.waiting:
-            return ""
-        if not self._free_slots:
-            return f"all {self.runner.plan.slots} slots are taken"
-        need = self._pages_needed(self.waiting[0])
-        return f"{need} pages needed, {len(self._free_pages)} free" if need > len(self._free_pages) else ""
+        return self._places.why_not(self.waiting[0].request) if self.waiting else ""
 
     # -- steps --------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """One decode step of everything that runs, after admitting and prefilling what fits."""
+    def start(self) -> None:
+        """Prepare the runner if it is not, and measure step costs where the choice of drafts needs them.
+
+        The first step does it otherwise. Ranks of a divided model do it together.
+        """
         if not self.runner.workspace.sealed:
             self.runner.prepare()
+        if isinstance(self._drafts, AdaptiveDrafts) and self._drafts.costs is None:
+            self._drafts.costs = measured_costs(self.runner)
+
+    def step(self) -> None:
+        """One step of everything that runs, after admitting and prefilling what fits."""
+        self.start()
         while self.waiting and not self.why_waiting():
             self._admit(self.waiting.popleft())
-        active = [g for g in self.running if g.issued < g.request.max_tokens and not g.done]
+        active = [g for g in self.running if not g.done and g.issued < g.request.max_tokens]
         if active:
-            self._decode(active)
-        self._read_behind(keep=1 if active else 0)
+            self._go_on(active)
+        self._read(keep=self.ahead if active else 0)
 
-    def _pages_needed(self, generation: Generation) -> int:
-        return self.runner.plan.pages_for(len(generation.request.prompt) + generation.request.max_tokens)
+    def drain(self) -> None:
+        """Wait for all steps in flight and read them."""
+        self._read(keep=0)
+
+    def _read(self, keep: int) -> None:
+        self._flight.land(keep)
+        self._flight.tell()
+        self._retire()
 
     def _admit(self, generation: Generation) -> None:
-        state = self.runner.model.state
-        generation.slot = self._free_slots.pop()
-        generation.pages = [self._free_pages.pop() for _ in range(self._pages_needed(generation))]
-        # All pages of the request's lifetime are reserved now, so a running request never runs out (M9).
-        table = torch.zeros(state.page_table.shape[1], dtype=torch.int64)
-        table[: len(generation.pages)] = torch.tensor(generation.pages, dtype=torch.int64)
-        state.page_table[generation.slot].copy_(table)
-        state.lengths[generation.slot].zero_()
+        self._places.take(generation)
         self.running.append(generation)
         try:
             self._prefill(generation)
@@ -211,104 +172,91 @@ class Engine:
             descriptor = self.runner.prefill_descriptor(len(part), generation.fed, _variant([generation]))
             tokens = torch.zeros(descriptor.num_tokens, dtype=torch.int64)
             tokens[: len(part)] = torch.tensor(part, dtype=torch.int64)
-            self._fill([generation], [len(part)], tokens)
-            self._run(descriptor)
+            after = prompt[generation.fed] if generation.fed < len(prompt) else -1
+            self._fill([generation], [len(part)], tokens, [after])
+            self._flight.launched(self._run(descriptor), [generation] if after < 0 else [])
             self.counters.prefill_steps += 1
-        generation.issued = 1
-        self._mark([generation])
+            # Long prompts, and many at once, are many steps: the log holds the newest ones alone.
+            self._flight.land(keep=self.ahead)
+        generation.drafted = self.runner.options.mtp
 
-    def _decode(self, active: list[Generation]) -> None:
-        context = max(len(g.request.prompt) + g.issued for g in active)
-        descriptor = self.runner.decode_descriptor(len(active), context, _variant(active))
-        batch = (descriptor.num_requests, *(g.id for g in active))
+    def _go_on(self, active: list[Generation]) -> None:
+        drafts = None if self._drafts is None else self._drafts.choose(len(active))
+        width = 1 if drafts is None else drafts + 1
+        # The step feeds up to ``width`` tokens from the newest on; the last token of a request is never fed.
+        context = max(min(g.reach - 1 + width, g.request.end - 1) for g in active)
+        variant = _variant(active)
+        if drafts is None:
+            descriptor = self.runner.decode_descriptor(len(active), context, variant)
+        else:
+            descriptor = self.runner.verify_descriptor(len(active), drafts, context, variant)
+        batch = (descriptor.role, width, *(g.id for g in active))
         if batch == self._batch and self.runner.inputs.held:
             self.runner.inputs.keep()
         else:
-            self._fill(active, [1] * len(active))
+            self._fill(active, [width] * len(active))
             self._batch = batch
-        self._run(descriptor)
-        for generation in active:
-            generation.issued += 1
+        self._flight.launched(self._run(descriptor), active, drafts)
         self.counters.decode_steps += 1
-        self._mark(active)
+        self.counters.verify_steps += drafts is not None
+        for generation in active:
+            generation.drafted = drafts or 0
 
-    def _run(self, descriptor: object) -> None:
-        replays = self.runner.session.replays
-        self.runner.step(descriptor)  # type: ignore[arg-type]
+    def _run(self, descriptor: Descriptor) -> int:
+        """Issue a step; its number among the runner's."""
+        replays, number = self.runner.session.replays, self.runner.steps
+        self.runner.step(descriptor)
         if self.runner.session.replays > replays:
             self.counters.replayed += 1
         else:
             self.counters.eager += 1
+        return number
 
     def _fill(
-        self, generations: Sequence[Generation], counts: Sequence[int], tokens: torch.Tensor | None = None
+        self,
+        generations: Sequence[Generation],
+        counts: Sequence[int],
+        tokens: torch.Tensor | None = None,
+        after: Sequence[int] | None = None,
     ) -> None:
         requests = [generation.request for generation in generations]
         self.runner.inputs.fill(
             [generation.slot for generation in generations],
             counts,
             tokens=tokens,
+            after=after,
             temperature=[request.temperature for request in requests],
             top_p=[request.top_p for request in requests],
             seed=[request.seed for request in requests],
         )
 
-    # -- one step behind ----------------------------------------------------------------------------
-
-    def _mark(self, generations: Sequence[Generation]) -> None:
-        event = self.runner.backend.device.new_event("step")
-        self.runner.backend.device.current_stream().record(event)
-        self._behind.append((list(generations), event))
-
-    def _read_behind(self, keep: int) -> None:
-        """Read the ring for all steps but the newest ``keep``, report tokens, retire what ended."""
-        while len(self._behind) > keep:
-            generations, event = self._behind.popleft()
-            event.synchronize()
-            self.runner.model.ranks.poll()
-            ring = self.runner.ring
-            for generation in generations:
-                if generation.done:
-                    continue  # it ended a step ago: this token is the one too many
-                position = len(generation.request.prompt) + len(generation.tokens)
-                self._commit(generation, int(ring[generation.slot, position % TOKEN_RING]))
-            self._tell()
-        self._tell()
-        self._retire()
-
-    def _commit(self, generation: Generation, token: int) -> None:
-        generation.tokens.append(token)
-        self.counters.tokens += 1
-        if token in generation.request.stop:
-            generation.finish = "stop"
-        elif len(generation.tokens) >= generation.request.max_tokens:
-            generation.finish = "length"
-        self._untold.append((generation, token))
-
-    def _tell(self) -> None:
-        """Call back, once all tokens of a step are committed: what a callback raises must not lose the others'."""
-        while self._untold:
-            generation, token = self._untold.popleft()
-            if self.on_token is not None:
-                self.on_token(generation, token)
-
     def _retire(self) -> None:
-        in_flight = {g.id for generations, _ in self._behind for g in generations}
-        for generation in [g for g in self.running if g.done and g.id not in in_flight]:
+        carried = self._flight.carries()
+        for generation in [g for g in self.running if g.done and g.id not in carried]:
             self._release(generation)
 
     def _release(self, generation: Generation) -> None:
         self.running.remove(generation)
-        self._free_slots.append(generation.slot)
-        self._free_pages.extend(reversed(generation.pages))
-        self.runner.model.state.page_table[generation.slot].zero_()
+        self._places.give_back(generation)
         self._batch = ()
 
-    def cancel(self, generation: Generation) -> None:
-        """End a request early; its slot comes back once no step in flight uses it."""
-        if generation in self.waiting:
-            self.waiting.remove(generation)
-        generation.finish = generation.finish or "cancelled"
+    # -- reports ------------------------------------------------------------------------------------
+
+    @property
+    def host_waits(self) -> int:
+        """Times that the host waited for memory that the device still read; running ahead as far as it may
+        (``counters.back_pressure``) is not among them."""
+        return self._input_waits() - self._waited
+
+    def _input_waits(self) -> int:
+        return sum(one.counters.waits for one in self._inputs)
+
+    def drafting(self) -> dict[str, Any] | None:
+        """How drafts were chosen and what became of them, for reports; None without MTP."""
+        if self._drafts is None:
+            return None
+        lengths = list(self.runner.options.draft_lengths)
+        return {"lengths": lengths, **self._drafts.as_json(), **self._flight.acceptance.as_json()}
 
 
 def _variant(generations: Sequence[Generation]) -> str:

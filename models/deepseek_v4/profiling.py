@@ -13,7 +13,8 @@ from halma.models.deepseek_v4.runner import V4Runner
 Progress = Callable[[Descriptor], None]
 
 
-def _scratch(runner: V4Runner) -> CaptureSession:
+def scratch(runner: V4Runner) -> CaptureSession:
+    """A scratch session as the runner's own one is."""
     options = runner.options
     return CaptureSession(
         runner.backend,
@@ -33,7 +34,7 @@ def profile(
     runner: V4Runner, descriptors: Sequence[Descriptor], *, order: str = "descending", progress: Progress | None = None
 ) -> SessionReport:
     """Capture a ladder, report, give everything back."""
-    with _scratch(runner) as session:
+    with scratch(runner) as session:
         runner.capture_into(session, descriptors, progress, order)
     return session.report()
 
@@ -48,7 +49,7 @@ def unshared(
     reports: list[SessionReport] = []
     with contextlib.ExitStack() as alive:
         for descriptor in descriptors:
-            session = alive.enter_context(_scratch(runner))
+            session = alive.enter_context(scratch(runner))
             runner.capture_into(session, [descriptor], progress)
             reports.append(session.report())
     return reports

@@ -98,6 +98,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def from_first(self, what: str, value: T) -> T:
+        """Rank 0's value, on every rank: what each of them measured is not equal. Every rank asks."""
+        ...
+
 
 class OneRank:
     """A model that one rank holds whole."""
@@ -138,6 +142,10 @@ class OneRank:
 
     def require_same(self, what: str, values: Sequence[object]) -> None:
         """They are."""
+
+    def from_first(self, what: str, value: T) -> T:
+        """Its own."""
+        return value
 
 
 ONE_RANK: Final[Ranks] = OneRank()
@@ -229,6 +237,10 @@ class ManyRanks:
                     ),
                     do="run every rank with the same halma, torch, settings and model on machines of one kind",
                 )
+
+    def from_first(self, what: str, value: T) -> T:
+        """See :meth:`Ranks.from_first`."""
+        return self._ranks.exchange(f"{what}, from rank 0", value)[0]
 
 
 @contextmanager

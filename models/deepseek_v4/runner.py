@@ -170,11 +170,11 @@ class V4Runner:
         default_registry().load_routes()
         frequencies = rope_frequencies(config, dtype=carrier, device=device)
         side = backend.device.new_stream("side")
-        ops = self._ops(self.workspace)
+        ops = self.ops_on(self.workspace)
         self.model = V4Model(
             config, weights, state, ops, self.workspace, side, frequencies, carrier, ranks, tap, options.arithmetic
         )
-        self.inputs = V4Inputs(backend, options.max_requests, options.max_requests * options.chunk)
+        self.inputs = V4Inputs(backend, options.max_requests, options.max_requests * self.plan.max_query_len)
         self.session = CaptureSession(
             backend,
             self.workspace,
@@ -200,7 +200,8 @@ class V4Runner:
             1, query_lens=self.chunks, context_capacities=self.capacities, role="prefill", limit=options.max_requests
         )
 
-    def _ops(self, workspace: Workspace) -> Ops:
+    def ops_on(self, workspace: Workspace) -> Ops:
+        """The operators of a program that takes its memory from ``workspace``."""
         return Ops(
             workspace,
             backend=self.backend.name,
@@ -265,7 +266,7 @@ class V4Runner:
     ) -> None:
         """Capture ``wanted`` in a session of this runner's backend; the steps take memory from its workspace."""
         own = session.workspace is self.workspace
-        ops = self.model.ops if own else self._ops(session.workspace)
+        ops = self.model.ops if own else self.ops_on(session.workspace)
         model = replace(self.model, workspace=session.workspace, ops=ops, tap=None)
         prefill = self.options.capture_prefill or self.options.strict
         with torch.no_grad():

@@ -205,7 +205,7 @@ def test_a_request_whose_prefill_fails_gives_everything_back(monkeypatch):
     engine, real = Engine(runner), runner.step
     kept = engine.submit(first)
     engine.step()
-    free = (len(engine._free_slots), len(engine._free_pages))
+    free = engine._places.free
 
     def broken(descriptor):
         if descriptor.role == "prefill":
@@ -217,7 +217,7 @@ def test_a_request_whose_prefill_fails_gives_everything_back(monkeypatch):
     with pytest.raises(MemoryError):
         engine.step()
     assert lost.finish == "failed" and lost.tokens == []
-    assert (len(engine._free_slots), len(engine._free_pages)) == free
+    assert engine._places.free == free
     monkeypatch.undo()
     again = engine.submit(second)
     engine.run()
