@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halma.cli.mtp import drafts_of, with_mtp
 from halma.cli.output import emit_json, print_table
 from halma.hal.decisions import Decision
 from halma.hal.errors import RequestError
@@ -36,6 +37,9 @@ def explain(
     model: Annotated[
         str | None, typer.Option(help="Every choice that a decode and a prefill step of this model make.")
     ] = None,
+    mtp: Annotated[
+        str | None, typer.Option(help="With --model: its steps with so many drafts; auto shows how many are chosen.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Without --shape: example calls of the op at this many rows.")] = 1,
     backend: Annotated[str | None, typer.Option(help="For this backend, here or not; default: the chosen one.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -47,9 +51,11 @@ def explain(
         raise RequestError("--shape describes arguments of an op", asked=" ".join(shape), do="--op NAME as well")
     if model is not None and (op is not None or shape):
         raise RequestError("--model and --op are two questions", do="ask one at a time")
+    if mtp is not None and model is None:
+        raise RequestError("--mtp is about a model's steps", asked=f"--mtp {mtp}", do="--model NAME as well")
     registry = default_registry()
     if model is not None:
-        _explain_model(model, backend, json=json)
+        _explain_model(model, backend, mtp, json=json)
         return
     name = registry.spec(backend).name if backend is not None else registry.choose()[0].name
     from halma.hal.dispatch import table
@@ -65,21 +71,33 @@ def explain(
     _print_words(json)
 
 
-def _explain_model(model: str, backend: str | None, *, json: bool) -> None:
-    """Plan the model's steps on the backend itself, running nothing, and show what was decided."""
+def _explain_model(model: str, backend: str | None, mtp: str | None, *, json: bool) -> None:
+    """Plan the model's steps on the backend itself and show what was decided.
+
+    Nothing runs, but where the number of drafts is chosen by what steps cost: those are captured and timed.
+    """
     import halma
     from halma.hal.decisions import decisions
-    from halma.models.deepseek_v4.load import default_arithmetic, load_v4
+    from halma.models.deepseek_v4.engine_costs import measured_costs
+    from halma.models.deepseek_v4.engine_drafts import AdaptiveDrafts
+    from halma.models.deepseek_v4.load import default_arithmetic, load_v4, resolve_model
     from halma.models.deepseek_v4.runner import RunnerOptions
 
-    chosen = halma.backend(backend)
+    drafts, chosen, source = drafts_of(mtp), halma.backend(backend), resolve_model(model)
+    auto = drafts == "auto"
     options = RunnerOptions(
-        max_context=512, graph=False, arithmetic=default_arithmetic(chosen, None), environment_routes=settings().routes
+        max_context=512,
+        graph=auto and settings().graph,
+        arithmetic=default_arithmetic(chosen, None),
+        environment_routes=settings().routes,
     )
-    loaded = load_v4(model, chosen, options)
+    loaded = load_v4(source, chosen, with_mtp(options, drafts, source.config, longest=1))
     decisions.clear()
     loaded.runner.prepare()
-    show_decisions(decisions.all("op"), backend=chosen.name, json=json)
+    if auto:
+        AdaptiveDrafts(measured_costs(loaded.runner)).choose(requests=1)
+    show_decisions([*decisions.all("drafts"), *decisions.all("op")], backend=chosen.name, json=json)
+    loaded.runner.close()
     _print_words(json)
 
 

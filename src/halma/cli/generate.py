@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halma.cli.output import at_least_one, emit_json, print_table, progress_bar
+from halma.cli.generate_report import Run, parallel_of, print_summary, result_of
+from halma.cli.mtp import AHEAD_HELP, MTP_HELP, drafts_of, with_mtp
+from halma.cli.output import at_least_one, emit_json, progress_bar
+from halma.cli.prompts import read_prompts
 from halma.cli.team import Team, assembled, divisible
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from halma.hal.backend import Backend
     from halma.models.deepseek_v4.engine import Engine, Generation, Request
     from halma.models.deepseek_v4.load import Loaded, ModelSource
-    from halma.models.deepseek_v4.ranks import Ranks
     from halma.models.deepseek_v4.runner import RunnerOptions
 
 
@@ -45,11 +46,16 @@ def generate(
         str | None, typer.Option(help="exact or shipping; by default exact on cpu, shipping elsewhere.")
     ] = None,
     chunk: Annotated[int, typer.Option(help="Most prompt tokens in one step.")] = 64,
+    mtp: Annotated[str | None, typer.Option(help=MTP_HELP)] = None,
+    ahead: Annotated[int, typer.Option(help=AHEAD_HELP)] = 1,
     tp: Annotated[
         int, typer.Option(help="Ranks that share the model: torchrun --nproc-per-node N -m halma generate --tp N ...")
     ] = 1,
     graph: Annotated[bool | None, typer.Option(help="Capture and replay; default: HALMA_GRAPH.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the end-of-text token.")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End where this text first appears, after it; may be repeated.")
+    ] = None,
     stream: Annotated[bool, typer.Option(help="Show text as it comes.")] = True,
     table: Annotated[bool | None, typer.Option(help="End with a table; by default on a terminal.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
@@ -62,6 +68,7 @@ def generate(
     at_least_one("--chunk", chunk)
     if context is not None:
         at_least_one("--context", context)
+    drafts = drafts_of(mtp)
     with assembled(tp, "generate") as team:
         # Alone this comes before torch is imported: a wrong name is answered at once.
         chosen = team.together("the backend", lambda: team.backend(backend))
@@ -69,26 +76,46 @@ def generate(
 
         source = team.together("the model", lambda: divisible(resolve_model(model), tp))
         prompts = team.from_first(
-            "the prompts", lambda: _prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
+            "the prompts", lambda: read_prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
         )
         if len(prompts) == 1:
             prompts = prompts * batch
-        need = context or max(map(len, prompts)) + max_tokens
-        options = team.together(
-            "the options",
-            lambda: _options(chosen, source, min(batch, len(prompts)), need, chunk, graph, arithmetic),
-        )
+        longest = max(map(len, prompts))
+        need = context or longest + max_tokens
+
+        def sized() -> RunnerOptions:
+            found = _options(chosen, source, min(batch, len(prompts)), need, chunk, graph, arithmetic)
+            return with_mtp(found, drafts, source.config, longest)
+
+        options = team.together("the options", sized)
         requests = source.requests(
             prompts, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
         )
+        requests = [replace(request, stop_text=tuple(stop or ())) for request in requests]
+        if temperature == 0 and top_p < 1 and team.speaks:
+            print("halma: note: --top-p has no effect at temperature 0, which is greedy", file=sys.stderr)
         show = _Show(source, stream=stream and not json and team.speaks)
-        result = _generated(team, source, chosen, options, requests, show, silent=json or not team.speaks)
+        tabled = team.from_first(
+            "what to report", lambda: not json and (sys.stdout.isatty() if table is None else table)
+        )
+        how = _How(drafts, ahead, silent=json or not team.speaks, measured=json or tabled)
+        result = _generated(team, source, chosen, options, requests, show, how)
     if not team.speaks:
         return
     if json:
         emit_json(result)
-    elif table if table is not None else sys.stdout.isatty():
-        _print_summary(result)
+    elif tabled:
+        print_summary(result)
+
+
+@dataclass(frozen=True)
+class _How:
+    """How to serve: the engine's options, whether to say how it goes, and to measure for a report afterwards."""
+
+    drafts: int | str | None
+    ahead: int
+    silent: bool
+    measured: bool
 
 
 def _options(
@@ -123,87 +150,31 @@ def _generated(
     options: RunnerOptions,
     requests: list[Request],
     show: _Show,
-    *,
-    silent: bool,
+    how: _How,
 ) -> dict[str, Any]:
     """Load, run, report: on every rank. Their requests are the same, so all that they decide is."""
-    from halma.models.deepseek_v4.engine import Engine
     from halma.models.deepseek_v4.load import load_v4
 
-    with team.divided(backend, source.config, max(options.max_requests, options.chunk)) as ranks:
-        with progress_bar("loading", disable=silent) as loading:
+    with team.divided(backend, source.config, options.most_rows) as ranks:
+        with progress_bar("loading", disable=how.silent) as loading:
             loaded = team.together("loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading))
         for note in loaded.notes if team.speaks else ():
             print(f"halma: note: {note}", file=sys.stderr)
-        engine = Engine(loaded.runner, on_token=show.token)
+        engine = team.together("the engine", lambda: _engine(loaded, how, show))
         generations = team.together("the requests", lambda: [engine.submit(request) for request in requests])
-        run = _run(team, engine, loaded, requests, silent=silent)
+        _capture(team, loaded, requests, silent=how.silent)
+        team.together("measuring", engine.start)
+        run = _run(engine)
         show.rest(generations)
         tokens = [(generation.tokens, generation.finish) for generation in generations]
         team.together("the tokens", lambda: ranks.require_same("their tokens", tokens))
-        result = _result(loaded, engine, generations, run)
+        result = result_of(loaded, engine, generations, run)
+        if how.drafts is not None and how.measured:
+            result["mtp"] = {**(engine.drafting() or {}), "time_share": _time_share(loaded)}
         if team.size > 1:
-            result["tensor_parallel"] = _parallel(team, ranks, loaded)
+            result["tensor_parallel"] = parallel_of(team, ranks, loaded)
         loaded.runner.close()
     return result
-
-
-@dataclass(frozen=True)
-class _Run:
-    seconds: float
-    prefill_seconds: float
-    tokens: int
-
-
-def _prompts(
-    texts: list[str] | None, file: Path | None, ids: str | None, encode: Callable[[str], tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    given = [
-        name for name, value in (("--prompt", texts), ("--file", file), ("--prompt-ids", ids)) if value is not None
-    ]
-    if len(given) > 1:
-        raise RequestError("the prompt was given twice", found=" and ".join(given), do="give one of them")
-    if ids is not None:
-        try:
-            return [tuple(int(part) for part in ids.split(","))]
-        except ValueError as error:
-            raise RequestError(
-                "token ids must be integers", asked=f"--prompt-ids {ids}", do="--prompt-ids 0,17,42"
-            ) from error
-    if file is not None:
-        try:
-            texts = [_decode(file.read_bytes(), str(file))]
-        except OSError as error:
-            raise RequestError(
-                "the prompt file cannot be read",
-                asked=f"--file {file}",
-                found=error.strerror or str(error),
-                do="--file with a text file that exists",
-            ) from error
-    elif texts is None:
-        if sys.stdin.isatty():
-            raise RequestError("no prompt was given", do='halma generate --prompt "The President", or pipe text in')
-        texts = [_decode(sys.stdin.buffer.read(), "standard input")]
-    for text in texts:
-        if not text.strip():
-            raise RequestError(
-                "the prompt is empty",
-                found=f"{len(text)} characters, none of them visible",
-                do='halma generate --prompt "The President"',
-            )
-    return [encode(text) for text in texts]
-
-
-def _decode(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            "the prompt is not valid UTF-8",
-            asked=f"text from {where}",
-            found=f"byte 0x{data[error.start]:02x} at offset {error.start} of {len(data)}",
-            do="convert it, for example: iconv -f latin1 -t utf-8",
-        ) from error
 
 
 class _Show:
@@ -238,7 +209,14 @@ class _Show:
         sys.stdout.flush()
 
 
-def _run(team: Team, engine: Engine, loaded: Loaded, requests: list[Request], *, silent: bool) -> _Run:
+def _engine(loaded: Loaded, how: _How, show: _Show) -> Engine:
+    from halma.models.deepseek_v4.engine import Engine
+
+    decoder = None if loaded.codec is None else loaded.codec.decode
+    return Engine(loaded.runner, ahead=how.ahead, drafts=how.drafts, decoder=decoder, on_token=show.token)
+
+
+def _capture(team: Team, loaded: Loaded, requests: list[Request], *, silent: bool) -> None:
     variants = sorted({"sample" if request.temperature > 0 else "greedy" for request in requests})
     descriptors = loaded.runner.descriptors(variants)
     with progress_bar("capturing", total=len(descriptors), disable=silent) as capturing:
@@ -248,6 +226,16 @@ def _run(team: Team, engine: Engine, loaded: Loaded, requests: list[Request], *,
             capturing(next(done), len(descriptors), str(descriptor))
 
         team.together("capturing", lambda: loaded.runner.prepare(descriptors, progress=progress))
+
+
+def _time_share(loaded: Loaded) -> dict[str, Any]:
+    from halma.models.deepseek_v4.engine_costs import time_share
+
+    options = loaded.runner.options
+    return time_share(loaded.runner, options.max_requests, options.mtp)
+
+
+def _run(engine: Engine) -> Run:
     begin = time.perf_counter()
     engine.step()
     first = time.perf_counter()
@@ -255,86 +243,4 @@ def _run(team: Team, engine: Engine, loaded: Loaded, requests: list[Request], *,
     while engine.busy:
         engine.step()
     end = time.perf_counter()
-    return _Run(end - first, first - begin, engine.counters.tokens - already)
-
-
-def _result(loaded: Loaded, engine: Engine, generations: list[Generation], run: _Run) -> dict[str, Any]:
-    runner, codec = loaded.runner, loaded.codec
-    texts = ["" if codec is None else codec.decode(g.tokens) for g in generations]
-    rate = run.tokens / run.seconds if run.seconds and run.tokens else 0.0
-    return {
-        "schema": "halma.generate/1",
-        "text": texts[0],
-        "token_ids": generations[0].tokens,
-        "finish": generations[0].finish,
-        "tokens_per_second": rate,
-        "backend": runner.backend.name,
-        "evidence": runner.backend.evidence,
-        "arithmetic": runner.options.arithmetic,
-        "model": loaded.name,
-        "batch": runner.options.max_requests,
-        "generations": [
-            {"text": text, "token_ids": g.tokens, "finish": g.finish, "prompt_tokens": len(g.request.prompt)}
-            for text, g in zip(texts, generations, strict=True)
-        ],
-        "seconds": {"first_step": run.prefill_seconds, "decode": run.seconds},
-        "graphs": {
-            "captured": len(runner.session),
-            "replayed_steps": engine.counters.replayed,
-            "eager_steps": engine.counters.eager,
-            "why_eager": runner.session.eager_steps,
-        },
-        "memory_bytes": {
-            "weights": loaded.weight_bytes,
-            "state": runner.model.state.nbytes,
-            "workspace": runner.workspace.report().total,
-        },
-    }
-
-
-def _parallel(team: Team, ranks: Ranks, loaded: Loaded) -> dict[str, Any]:
-    """How the model is divided, and what a decode step exchanges and how."""
-    from halma.hal.decisions import decisions
-
-    runner, config = loaded.runner, loaded.config
-    mine = {"weights": loaded.weight_bytes, "state": runner.model.state.nbytes, "arena": ranks.nbytes}
-    nbytes = runner.options.max_requests * config.hidden_size * runner.model.carrier.itemsize
-    made = [decision for decision, _ in decisions.all("collective")]
-    reduced = f"all_reduce of {nbytes} bytes"
-    return {
-        "size": team.size,
-        "rank_memory_bytes": team.ranks.exchange("the report", mine),
-        "all_reduces_per_step": 2 * config.num_hidden_layers + 1,
-        "all_reduce_bytes": nbytes,
-        "all_reduce_algorithm": next((one.chosen for one in made if one.subject.startswith(reduced)), "none was made"),
-        "collectives": [{"call": one.subject, "algorithm": one.chosen, "why": one.reason} for one in made],
-    }
-
-
-def _print_summary(result: dict[str, Any]) -> None:
-    memory, graphs = result["memory_bytes"], result["graphs"]
-    rows = [
-        ("backend", result["backend"]),
-        ("evidence", result["evidence"]),
-        ("arithmetic", result["arithmetic"]),
-        ("tokens/s", f"{result['tokens_per_second']:.1f}"),
-        (
-            "graphs",
-            f"{graphs['captured']} captured, {graphs['replayed_steps']} steps replayed, {graphs['eager_steps']} eager",
-        ),
-        *(
-            (("why eager", "; ".join(f"{why} ({count})" for why, count in graphs["why_eager"].items())),)
-            if graphs["why_eager"]
-            else ()
-        ),
-        ("memory", ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in memory.items())),
-    ]
-    parallel = result.get("tensor_parallel")
-    if parallel is not None:
-        each = [f"{one['weights'] / 2**20:.1f} + {one['state'] / 2**20:.1f}" for one in parallel["rank_memory_bytes"]]
-        way = f"{parallel['all_reduces_per_step']} of {parallel['all_reduce_bytes']} bytes a step"
-        rows += [
-            ("ranks", f"{parallel['size']}: weights and state {', '.join(each)} MiB"),
-            ("all-reduces", f"{way}, by {parallel['all_reduce_algorithm']}"),
-        ]
-    print_table(("", ""), rows)
+    return Run(end - first, first - begin, engine.counters.tokens - already)

@@ -18,6 +18,7 @@ import typer
 
 from halma import __version__
 from halma.cli.backends import backends
+from halma.cli.bench import bench
 from halma.cli.capture import capture
 from halma.cli.conformance import conformance
 from halma.cli.doctor import doctor
@@ -31,7 +32,7 @@ from halma.hal.settings import refuse_unknown, settings
 REFUSED = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-COMMANDS = (generate, capture, verify, backends, explain, conformance, doctor)
+COMMANDS = (generate, bench, capture, verify, backends, explain, conformance, doctor)
 
 app = typer.Typer(
     name="halma",

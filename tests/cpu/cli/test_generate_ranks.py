@@ -46,6 +46,17 @@ def test_torchrun_gives_the_text_of_one_rank_and_says_how():
     assert {entry["call"].split()[0] for entry in parallel["collectives"]} == {"all_reduce", "all_gather"}
 
 
+@pytest.mark.nightly
+def test_ranks_draft_together_and_give_the_text_of_one_rank_without_drafts():
+    common = ("--prompt", "The President", "--max-tokens", "12", "--mtp", "auto", "--ahead", "3", "--json")
+    (code, out, told), (other, silent, _) = ended(start([common] * 2))
+    assert code == other == 0 and silent == "", told
+    found = json.loads(out)
+    assert found["text"].startswith("'s Senate and House of") and len(found["token_ids"]) == 12
+    assert found["mtp"]["choices"] and found["mtp"]["verified"] < 11 and found["mtp"]["time_share"]["draft"] is not None
+    assert found["tensor_parallel"]["all_reduces_per_step"] == 9 + 3 * 8
+
+
 # -- launched wrongly: said at once, by each process ----------------------------------------------------
 
 
