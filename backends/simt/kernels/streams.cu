@@ -20,13 +20,20 @@
 #define HANDED 20u  // mixes that are handed on: post 4, comb 16
 #define URGENT 14u  // sums that this call's own output waits for: pre's mixes and the Gram matrix
 #define URGENT_SLOTS 16u
+#define MATRIX (STREAMS * STREAMS)
+// 1: before the wait for the grid before, the code behind it runs once on nothing, so that it is in the nearest cache.
+#ifndef HALMA_REHEARSE
+#define HALMA_REHEARSE 0
+#endif
+#define FIRST_PASS (HALMA_REHEARSE ? 0u : 1u)
 #define WARPS 8u    // that move data; the ninth is the spare one
 #define COLUMNS (2u * HALMA_WARP)
 #define UNITS (COLUMNS / 8u)  // of 16 bytes, in a row of a group
 #define MOST_GROUPS HALMA_MIX_GROUPS
 static_assert(HALMA_PART_BLOCKS == 2u * HALMA_WARP, "a lane reads the parts of two blocks at once");
 static_assert(HALMA_PART_ROWS == WARPS, "a warp a row");
-static_assert(HALMA_PART_SUMS == 34u, "24 mixes and 10 entries of the Gram matrix");
+static_assert(HALMA_PART_SUMS == URGENT + HANDED, "24 mixes and 10 entries of the Gram matrix");
+static_assert(HALMA_WARP >= WARPS * STREAMS && HALMA_WARP % MATRIX == 0u, "one lane a post, whole matrices a warp");
 
 struct Mixing {
   const u8* streams;        // [rows][4][width]
@@ -61,75 +68,108 @@ struct Shared {
   float sum[WARPS * URGENT_SLOTS];
 };
 
-// A division proper would be some thirty instructions more, on the way of every call.
-DEVICE float mean(float sum, u32 count) { return multiply(sum, reciprocal(static_cast<float>(count))); }
 DEVICE float sigmoid(float value) { return reciprocal(add(1.0f, exponential(-value))); }
 
 // ------------------------------------------------------------------------------------------- post and comb
-// What a lane of the spare warp knows before the wait.
+// What a lane of the spare warp knows before the wait: of one entry of comb, and of one of post.
 struct Gates {
-  float post[STREAMS], comb[STREAMS * STREAMS], post_scale, comb_scale;
+  float comb, post, comb_scale, post_scale;
 };
-DEVICE Gates gates_of(const Mixing& m) {
-  Gates gates;
-#pragma unroll
-  for (u32 k = 0; k < STREAMS; ++k) gates.post[k] = m.base[STREAMS + k];
-#pragma unroll
-  for (u32 k = 0; k < STREAMS * STREAMS; ++k) gates.comb[k] = m.base[2u * STREAMS + k];
-  gates.post_scale = m.scale[1], gates.comb_scale = m.scale[2];
-  return gates;
+DEVICE Gates gates_of(const Mixing& m, u32 lane) {
+  return Gates{m.base[2u * STREAMS + lane % MATRIX], m.base[STREAMS + lane % STREAMS], m.scale[2], m.scale[1]};
 }
 
-// One row, by one thread: post and comb from its mixes. As in halma.ops.hyper_connection the matrix stays
-// diag(a) S diag(b), and a half round renews a or b alone: 1 / b = S^T a + eps / b.
-DEVICE void way_back(const Mixing& m, const Gates& gates, u32 row, float* to) {
-  float mix[HANDED], s[STREAMS][STREAMS], a[STREAMS], b[STREAMS], over_a[STREAMS], over_b[STREAMS];
-  const Quad* from = reinterpret_cast<const Quad*>(m.mixes + row * HANDED);
+// The mixes that a lane turns into those entries: comb of a row or two a warp at a time, post of all rows at once.
+// Loads are left under way.
+template <u32 ROWS> struct Raw {
+  static const u32 EACH = HALMA_WARP / MATRIX, TIMES = (ROWS + EACH - 1u) / EACH;
+  float comb[TIMES], post;
+};
+template <u32 ROWS> DEVICE void load_raw(const Mixing& m, u32 lane, Raw<ROWS>& raw) {
+  const u32 last = m.rows - 1u, own = lane / STREAMS;
 #pragma unroll
-  for (u32 k = 0; k < HANDED / 4u; ++k) {
-    Quad four = from[k];
-#pragma unroll
-    for (u32 e = 0; e < 4u; ++e) mix[4u * k + e] = float_of(four.word[e]);
+  for (u32 k = 0; k < Raw<ROWS>::TIMES; ++k) {
+    u32 row = k * Raw<ROWS>::EACH + lane / MATRIX;
+    raw.comb[k] = m.mixes[(row < last ? row : last) * HANDED + STREAMS + lane % MATRIX];
   }
+  raw.post = m.mixes[(own < last ? own : last) * HANDED + lane % STREAMS];
+}
+
+// post, and the matrix S that Sinkhorn begins with: softmax of a line, on neighbouring lanes, plus eps.
+template <u32 ROWS> DEVICE void open_way(const Mixing& m, const Gates& g, const Raw<ROWS>& raw, u32 lane, Shared& s) {
 #pragma unroll
-  for (u32 k = 0; k < STREAMS; ++k) to[k] = 2.0f * sigmoid(multiply_add(mix[k], gates.post_scale, gates.post[k]));
+  for (u32 k = 0; k < Raw<ROWS>::TIMES; ++k) {
+    u32 row = k * Raw<ROWS>::EACH + lane / MATRIX;
+    float value = multiply_add(raw.comb[k], g.comb_scale, g.comb), most = value;
+#pragma unroll
+    for (u32 mask = 1u; mask < STREAMS; mask *= 2u) {
+      float next = shuffle_xor(most, mask);
+      most = next > most ? next : most;
+    }
+    float share = exponential(add(value, -most)), sum = share;
+#pragma unroll
+    for (u32 mask = 1u; mask < STREAMS; mask *= 2u) sum = add(sum, shuffle_xor(sum, mask));
+    if (row < ROWS) s.way[row][STREAMS + lane % MATRIX] = multiply_add(share, reciprocal(sum), m.hc_eps);
+  }
+  s.way[lane / STREAMS % WARPS][lane % STREAMS] = 2.0f * sigmoid(multiply_add(raw.post, g.post_scale, g.post));
+}
+
+// As in halma.ops.hyper_connection the matrix stays diag(a) S diag(b), and a half round renews a or b alone:
+// 1 / b = S^T a + eps / b. A division a half round would be most of its length, so vectors are kept up to a factor:
+// `over` is scale / a (or b), and what stands for 1 / over is the product of the other three, which differs from it by
+// a factor that all four share. `unit`, a power of two, brings that back to the size of 1. Only eps / b needs the
+// factors: they are carried beside, and their reciprocal has a half round's time. Entries of S lie between eps and 1,
+// so those of a vector are within 1 / eps of each other, and fp32 holds the products for eps down to 1e-8.
+struct Side {
+  float over[STREAMS], inverse;  // 1 / scale
+};
+struct Vector {
+  float entry[STREAMS], unit;
+};
+DEVICE float to_one(float value) { return float_of(0x7f000000u - (bits_of(value) & 0x7f800000u)); }
+
+template <bool DOWN>
+DEVICE void half_round(const float (*s)[STREAMS], const Side& from, Side& to, float eps, Vector& v) {
+  float low = multiply(from.over[0], from.over[1]), high = multiply(from.over[2], from.over[3]);
+  v.entry[0] = multiply(from.over[1], high), v.entry[1] = multiply(from.over[0], high);
+  v.entry[2] = multiply(from.over[3], low), v.entry[3] = multiply(from.over[2], low);
+  v.unit = to_one(v.entry[0]);
+  float whole = multiply(low, high), kept = multiply(whole, multiply(multiply(from.inverse, to.inverse), eps));
+  to.inverse = reciprocal(multiply(multiply(whole, v.unit), from.inverse));
+#pragma unroll
+  for (u32 k = 0; k < STREAMS; ++k) {
+    float sum = multiply(DOWN ? s[0][k] : s[k][0], v.entry[0]);
+#pragma unroll
+    for (u32 j = 1; j < STREAMS; ++j) sum = multiply_add(DOWN ? s[j][k] : s[k][j], v.entry[j], sum);
+    to.over[k] = multiply(multiply_add(kept, to.over[k], sum), v.unit);
+  }
+}
+
+// One row, by one thread: comb in place of S.
+DEVICE void close_way(const Mixing& m, u32 rounds, float* way) {
+  float s[STREAMS][STREAMS];
+  Side rows, columns;
+  Vector a, b;
 #pragma unroll
   for (u32 j = 0; j < STREAMS; ++j) {
 #pragma unroll
-    for (u32 k = 0; k < STREAMS; ++k)
-      s[j][k] = multiply_add(mix[STREAMS * (j + 1u) + k], gates.comb_scale, gates.comb[STREAMS * j + k]);
-    float low = s[j][0] > s[j][1] ? s[j][0] : s[j][1], high = s[j][2] > s[j][3] ? s[j][2] : s[j][3];
-    float most = low > high ? low : high;
-#pragma unroll
-    for (u32 k = 0; k < STREAMS; ++k) s[j][k] = exponential(add(s[j][k], -most));
-    float share = reciprocal(add(add(s[j][0], s[j][1]), add(s[j][2], s[j][3])));
-#pragma unroll
-    for (u32 k = 0; k < STREAMS; ++k) s[j][k] = multiply_add(s[j][k], share, m.hc_eps);
-    a[j] = b[j] = over_a[j] = over_b[j] = 1.0f;
+    for (u32 k = 0; k < STREAMS; ++k) s[j][k] = way[STREAMS * j + k];
+    rows.over[j] = columns.over[j] = 1.0f;
   }
+  rows.inverse = columns.inverse = 1.0f;
+  u32 left = rounds;
 #pragma unroll 1
-  for (u32 turn = 0; turn < m.iterations; ++turn) {
-    if (turn != 0u) {
-#pragma unroll
-      for (u32 j = 0; j < STREAMS; ++j) {
-        over_a[j] = multiply(over_a[j], m.hc_eps);
-#pragma unroll
-        for (u32 k = 0; k < STREAMS; ++k) over_a[j] = multiply_add(s[j][k], b[k], over_a[j]);
-        a[j] = reciprocal(over_a[j]);
-      }
-    }
-#pragma unroll
-    for (u32 k = 0; k < STREAMS; ++k) {
-      over_b[k] = multiply(over_b[k], m.hc_eps);
-#pragma unroll
-      for (u32 j = 0; j < STREAMS; ++j) over_b[k] = multiply_add(s[j][k], a[j], over_b[k]);
-      b[k] = reciprocal(over_b[k]);
-    }
+  for (;;) {
+    half_round<true>(s, rows, columns, m.hc_eps, a);
+    if (--left == 0u) break;
+    half_round<false>(s, columns, rows, m.hc_eps, b);
   }
 #pragma unroll
-  for (u32 j = 0; j < STREAMS; ++j)
+  for (u32 k = 0; k < STREAMS; ++k) {
+    float last = multiply(a.unit, reciprocal(columns.over[k]));  // the scales of a and of 1 / b cancel
 #pragma unroll
-    for (u32 k = 0; k < STREAMS; ++k) to[STREAMS * (j + 1u) + k] = multiply(multiply(s[j][k], a[j]), b[k]);
+    for (u32 j = 0; j < STREAMS; ++j) way[STREAMS * j + k] = multiply(multiply(s[j][k], a.entry[j]), last);
+  }
 }
 
 // ------------------------------------------------------------------------------------ the sum over ranks
@@ -212,9 +252,9 @@ DEVICE void weights_of(const Mixing& m, u32 warp, u32 column, bool there, float 
     }
 }
 
-// Entries of the Gram matrix in the order 00 01 02 03 11 12 13 22 23 33.
-DEVICE u32 gram_row(u32 entry) { return entry < 4u ? 0u : entry < 7u ? 1u : entry < 9u ? 2u : 3u; }
-DEVICE u32 gram_column(u32 entry) { return entry - (entry < 4u ? 0u : entry < 7u ? 3u : entry < 9u ? 5u : 6u); }
+// Entries of the Gram matrix in the order 00 01 02 03 11 12 13 22 23 33: two bits each.
+DEVICE u32 gram_row(u32 entry) { return 0xe9500u >> 2u * entry & 3u; }
+DEVICE u32 gram_column(u32 entry) { return 0xfb9e4u >> 2u * entry & 3u; }
 
 // What a group adds to this warp's five sums of each row: three mixes, then one or two entries of the Gram matrix.
 template <int D, u32 ROWS>
@@ -233,7 +273,7 @@ DEVICE void add_group(const Shared& s, u32 warp, u32 lane, const float (*f)[STRE
 #pragma unroll
   for (u32 k = 3u; k < 5u; ++k) {
     u32 entry = warp + (k - 3u) * WARPS;
-    if (entry >= HALMA_PART_SUMS - 24u) continue;
+    if (entry >= URGENT - STREAMS) continue;
 #pragma unroll
     for (u32 r = 0; r < ROWS; ++r) {
       float one[2], two[2];
@@ -247,110 +287,123 @@ DEVICE void add_group(const Shared& s, u32 warp, u32 lane, const float (*f)[STRE
 
 // N sums over the lanes at once: a lane comes back with number lane / (warp / N). Each is added up in the same order
 // as if it were alone, since at every step the addends are those of two lanes that differ in one bit.
-template <u32 N> DEVICE float over_lanes(float* values) {
-  u32 lane = threadIdx.x % HALMA_WARP, mask = HALMA_WARP / 2u;
+template <u32 N, u32 MASK = HALMA_WARP / 2u> DEVICE float over_lanes(float* values) {
+  if constexpr (MASK == 0u) {
+    return values[0];
+  } else if constexpr (N == 1u) {
+    values[0] = add(values[0], shuffle_xor(values[0], MASK));
+    return over_lanes<1u, MASK / 2u>(values);
+  } else {
+    bool upper = (threadIdx.x & MASK) != 0u;
 #pragma unroll
-  for (u32 half = N / 2u; half > 0u; half /= 2u, mask /= 2u) {
-    bool upper = (lane & mask) != 0u;
-#pragma unroll
-    for (u32 i = 0; i < half; ++i) {
-      float sent = upper ? values[i] : values[i + half], kept = upper ? values[i + half] : values[i];
-      values[i] = add(kept, shuffle_xor(sent, mask));
+    for (u32 i = 0; i < N / 2u; ++i) {
+      float sent = upper ? values[i] : values[i + N / 2u], kept = upper ? values[i + N / 2u] : values[i];
+      values[i] = add(kept, shuffle_xor(sent, MASK));
     }
+    return over_lanes<N / 2u, MASK / 2u>(values);
   }
-#pragma unroll
-  for (; mask > 0u; mask /= 2u) values[0] = add(values[0], shuffle_xor(values[0], mask));
-  return values[0];
 }
 
 // ---------------------------------------------------------------------------------------- sums over the blocks
+// Sums lie in the order in which they are wanted: pre's mixes, the Gram matrix, the mixes that are handed on.
 DEVICE u8* part_at(const Mixing& m, u32 row, u32 sum, u32 block) {
   return m.parts + 8ull * ((row * HALMA_PART_SUMS + sum) * HALMA_PART_BLOCKS + block);
 }
+DEVICE u32 place_of_mix(u32 mix) { return mix < STREAMS ? mix : URGENT - STREAMS + mix; }
 
-template <u32 ROWS> DEVICE void publish(const Mixing& m, const Turn& t, u32 warp, u32 lane, float (*sums)[ROWS]) {
-  const u32 span = HALMA_WARP / ROWS;
+// Of a warp's five sums four are added up over the lanes at once, then all the fifth ones: where this lane's go.
+template <u32 ROWS> struct Places {
+  static const u32 SPAN = HALMA_WARP / (4u * ROWS), LAST_SPAN = HALMA_WARP / ROWS;
+  u8 *four, *fifth;
+  bool has_four, has_fifth;
+};
+template <u32 ROWS> DEVICE Places<ROWS> places_of(const Mixing& m, u32 warp, u32 lane) {
+  Places<ROWS> p;
+  u32 row = lane / p.SPAN % ROWS, k = lane / p.SPAN / ROWS, last_row = lane / p.LAST_SPAN;
+  p.four = part_at(m, row, k < 3u ? place_of_mix(3u * warp + k) : STREAMS + warp, blockIdx.x);
+  p.fifth = part_at(m, last_row, STREAMS + WARPS + warp, blockIdx.x);
+  p.has_four = lane % p.SPAN == 0u && row < m.rows;
+  p.has_fifth = lane % p.LAST_SPAN == 0u && last_row < m.rows && STREAMS + WARPS + warp < URGENT;
+  settle_address(p.four), settle_address(p.fifth);
+  return p;
+}
+template <u32 ROWS> DEVICE void publish(const Places<ROWS>& p, const Turn& t, float (*sums)[ROWS], bool real) {
+  float fours[4u * ROWS];
 #pragma unroll
-  for (u32 k = 0; k < 5u; ++k) {
-    u32 sum = k < 3u ? 3u * warp + k : 24u + warp + (k - 3u) * WARPS;
-    if (sum >= HALMA_PART_SUMS) continue;
-    float total = over_lanes<ROWS>(sums[k]);
-    if (lane / span < m.rows && lane % span == k % span)
-      HALMA_ORDER_PART_STORE(part_at(m, lane / span, sum, blockIdx.x), static_cast<u64>(t.epoch) << 32 | bits_of(total));
-  }
+  for (u32 i = 0; i < 4u * ROWS; ++i) fours[i] = sums[i / ROWS][i % ROWS];
+  float four = over_lanes<4u * ROWS>(fours), fifth = over_lanes<ROWS>(sums[4]);
+  u64 flag = static_cast<u64>(t.epoch) << 32;
+  if (p.has_four && real) HALMA_ORDER_PART_STORE(p.four, flag | bits_of(four));
+  if (p.has_fifth && real) HALMA_ORDER_PART_STORE(p.fifth, flag | bits_of(fifth));
 }
 
-// N whole sums at once, of which `at(i)` says where number i's parts begin, or 0 for none: over_lanes() says who comes
-// back with which. Equal bits in every block. NaN where the wait failed, or was not begun after a fault.
+// N whole sums at once, of which `at(i)` says where number i's parts begin: over_lanes() says who comes back with
+// which. Equal bits in every block. NaN where the wait failed, or was not begun after a fault. A lane that has no block
+// looks at the first.
 template <u32 N, typename At> DEVICE float gather(const Args& a, const Turn& t, At at, bool& alive) {
   u32 lane = threadIdx.x % HALMA_WARP;
   bool first = 2u * lane < gridDim.x, second = 2u * lane + 1u < gridDim.x;
-  const u8* from[N];
+  u32 mine = first ? 16u * lane : 0u;
   Pair words[N];
 #pragma unroll
-  for (u32 i = 0; i < N; ++i) {
-    from[i] = first ? at(i) : 0;
-    words[i] = Pair{0u, 0u};
-  }
+  for (u32 i = 0; i < N; ++i) words[i] = Pair{0u, 0u};
   Wait wait{0u, 0u};
   while (alive) {
-    bool here = true;
+    u32 seen = t.epoch;
 #pragma unroll
-    for (u32 i = 0; i < N; ++i)
-      if (from[i] != 0) words[i] = HALMA_ORDER_PART_LOAD(from[i] + 16ull * lane);
+    for (u32 i = 0; i < N; ++i) words[i] = HALMA_ORDER_PART_LOAD(at(i) + mine);
 #pragma unroll
-    for (u32 i = 0; i < N; ++i)
-      here &= from[i] == 0 || (static_cast<u32>(words[i].low >> 32) == t.epoch &&
-                               (!second || static_cast<u32>(words[i].high >> 32) == t.epoch));
-    if (here) break;
-    auto culprit = [&](u32& who, u32& what) {
-      who = rank_of(a);  // a block of this very rank
-#pragma unroll
-      for (u32 i = 0; i < N; ++i)
-        if (from[i] != 0 && static_cast<u32>(words[i].low >> 32) != t.epoch)
-          what = static_cast<u32>(words[i].low >> 32);
-        else if (from[i] != 0 && second && static_cast<u32>(words[i].high >> 32) != t.epoch)
-          what = static_cast<u32>(words[i].high >> 32);
-    };
+    for (u32 i = 0; i < N; ++i) {
+      u32 low = static_cast<u32>(words[i].low >> 32), high = static_cast<u32>(words[i].high >> 32);
+      if (low != t.epoch) seen = low;
+      if (second && high != t.epoch) seen = high;
+    }
+    if (seen == t.epoch) break;
+    auto culprit = [&](u32& who, u32& what) { who = rank_of(a), what = seen; };  // a block of this very rank
     alive = again(a, t, wait, algorithm_of(a), culprit);
   }
   float values[N];
 #pragma unroll
   for (u32 i = 0; i < N; ++i) {
-    values[i] = float_of(static_cast<u32>(words[i].low));
-    if (second) values[i] = add(values[i], float_of(static_cast<u32>(words[i].high)));
+    float low = float_of(static_cast<u32>(words[i].low)), high = float_of(static_cast<u32>(words[i].high));
+    values[i] = add(first ? low : 0.0f, second ? high : 0.0f);
     if (!alive) values[i] = float_of(~0u);
   }
   return over_lanes<N>(values);
 }
 
-// Sums that the rest of the block waits for: slot 16 r + w of row r is pre's mix w, or entry w - 4 of the Gram matrix.
+// Sums that the rest of the block waits for, two of every row a warp: slot 16 r + w of row r is pre's mix w, or entry
+// w - 4 of the Gram matrix.
 template <u32 ROWS> DEVICE void gather_urgent(const Args& a, const Turn& t, const Mixing& m, Shared& s, bool& alive) {
-  const u32 EACH = URGENT_SLOTS * ROWS / WARPS, N = EACH < 8u ? EACH : 8u;
-  u32 lane = threadIdx.x % HALMA_WARP, begin = threadIdx.x / HALMA_WARP * EACH;
+  const u32 N = ROWS < 4u ? 2u * ROWS : 8u;
+  u32 number = threadIdx.x % HALMA_WARP / (HALMA_WARP / N), which = threadIdx.x / HALMA_WARP * 2u;
+  if (which >= URGENT) return;
 #pragma unroll 1
-  for (u32 from = begin; from < begin + EACH; from += N) {
+  for (u32 from = 0u; from < ROWS; from += N / 2u) {
+    if (from >= m.rows) break;
     auto at = [=](u32 i) -> const u8* {
-      u32 row = (from + i) / URGENT_SLOTS, which = (from + i) % URGENT_SLOTS;
-      if (row >= m.rows || which >= URGENT) return 0;
-      return part_at(m, row, which < STREAMS ? which : 24u + which - STREAMS, 0u);
+      u32 row = from + i / 2u;
+      return part_at(m, ROWS == 1u || row < m.rows ? row : 0u, which + i % 2u, 0u);
     };
     float total = gather<N>(a, t, at, alive);
-    if (lane % (HALMA_WARP / N) == 0u) s.sum[from + lane / (HALMA_WARP / N)] = total;
+    if (threadIdx.x % (HALMA_WARP / N) == 0u) s.sum[(from + number / 2u) * URGENT_SLOTS + which + number % 2u] = total;
   }
 }
 
 // The other mixes, which nobody waits for before the next call of this kind: by spare warps, four of a row at a time,
-// beside the four sums of squares that they are divided by.
-DEVICE void hand_on(const Args& a, const Turn& t, const Mixing& m, bool alive) {
+// beside the four sums of squares that they are divided by. The block that has the headers comes last.
+DEVICE void hand_on(const Args& a, const Turn& t, const Mixing& m, float share, bool alive) {
   const u32 SPAN = HALMA_WARP / 8u, FOURS = HANDED / 4u;
   u32 lane = threadIdx.x % HALMA_WARP;
 #pragma unroll 1
-  for (u32 item = blockIdx.x; item < FOURS * m.rows; item += gridDim.x) {
+  for (u32 item = (blockIdx.x == t.header ? gridDim.x : blockIdx.x) - 1u; item < FOURS * m.rows; item += gridDim.x) {
     u32 row = item / FOURS, four = item % FOURS;
+    const u8* squares_at = part_at(m, row, STREAMS, 0u);
+    const u8* mixes_at = part_at(m, row, URGENT + 4u * four, 0u);
+    settle_address(squares_at), settle_address(mixes_at);
     auto at = [=](u32 i) -> const u8* {
-      u32 square = i == 0u ? 24u : i == 1u ? 28u : i == 2u ? 31u : 33u;
-      return part_at(m, row, i < 4u ? square : 4u * four + i, 0u);
+      u32 square = i == 0u ? 0u : i == 1u ? 4u : i == 2u ? 7u : 9u;
+      return i < 4u ? squares_at + 8u * HALMA_PART_BLOCKS * square : mixes_at + 8u * HALMA_PART_BLOCKS * (i - 4u);
     };
     float total = gather<8u>(a, t, at, alive);
     bool mix = lane >= 4u * SPAN;
@@ -358,16 +411,16 @@ DEVICE void hand_on(const Args& a, const Turn& t, const Mixing& m, bool alive) {
     squares = add(squares, shuffle_xor(squares, SPAN));
     squares = add(squares, shuffle_xor(squares, 2u * SPAN));
     squares = add(squares, shuffle_xor(squares, 4u * SPAN));
-    float inverse = reciprocal_root(add(mean(squares, STREAMS * m.width), m.rms_eps));
+    float inverse = reciprocal_root(multiply_add(squares, share / STREAMS, m.rms_eps));
     if (mix && lane % SPAN == 0u) m.mixes[row * HANDED + 4u * four + lane / SPAN - 4u] = multiply(total, inverse);
   }
 }
 
-// pre of a row, and the factor of its norm.
-DEVICE float weigh(const Mixing& m, const float* sum, const float* base, float scale, float* pre) {
+// pre of a row, and the factor of its norm. `share` is 1 / width.
+DEVICE float weigh(const Mixing& m, float share, const float* sum, const float* base, float scale, float* pre) {
   const float* g = sum + STREAMS;
   float trace = add(add(g[0], g[4]), add(g[7], g[9]));
-  float inverse = reciprocal_root(add(mean(trace, STREAMS * m.width), m.rms_eps));
+  float inverse = reciprocal_root(multiply_add(trace, share / STREAMS, m.rms_eps));
 #pragma unroll
   for (u32 i = 0; i < STREAMS; ++i) pre[i] = add(sigmoid(multiply_add(multiply(sum[i], inverse), scale, base[i])), m.hc_eps);
   float square = 0.0f;
@@ -380,19 +433,32 @@ DEVICE float weigh(const Mixing& m, const float* sum, const float* base, float s
     square = multiply_add(pre[i], multiply_add(pre[i], g[own], add(line, line)), square);
   }
   if (square < 0.0f) square = 0.0f;  // of rounding, where the streams all but cancel; a NaN stays
-  return reciprocal_root(add(mean(square, m.width), m.rms_eps));
+  return reciprocal_root(multiply_add(square, share, m.rms_eps));
 }
 
 // -------------------------------------------------------------------------------------------------- the kernel
-// What the spare warp does instead.
-DEVICE void serve_mixing(const Args& a, Turn t, const Mixing& m, const Gates& gates, Shared& s) {
-  settle(t);
-  spare_before(a, t);
+// What the spare warp does instead. Its loads join those of the epoch.
+template <u32 ROWS>
+DEVICE void serve_mixing(const Args& a, Turn t, const Mixing& m, const Gates& gates, float share, Shared& s) {
   u32 lane = threadIdx.x - t.threads;
-  if (lane < m.rows) way_back(m, gates, lane, s.way[lane]);
+  Raw<ROWS> raw = {};
+#pragma unroll 1
+  for (u32 pass = FIRST_PASS; pass < 2u; ++pass) {
+    const bool real = !HALMA_REHEARSE || pass != 0u;
+    if (real) {
+      start(a, t);
+      load_raw<ROWS>(m, lane, raw);
+      settle(t);
+      spare_before(a, t);
+    }
+    open_way<ROWS>(m, gates, raw, lane, s);
+    warp_barrier();
+    if (lane < m.rows) close_way(m, real ? m.iterations : 2u, s.way[lane] + STREAMS);
+    warp_barrier();
+  }
   bool alive = !block_any(t.fault != 0u);  // all have read the epoch, and `way` is there
   spare_after(a, t);
-  hand_on(a, t, m, alive);
+  hand_on(a, t, m, share, alive);
 }
 
 // ONE: a block has one group of columns, and what it needs of it stays in registers. Else up to MOST_GROUPS of them.
@@ -411,81 +477,92 @@ template <int D, u32 ROWS, bool ONE> DEVICE void mixed(const Args& a, const Mixi
   // Weights are at rest while calls are queued, so they are fetched before the wait for the grid before.
   Gates gates;
   float f[3][STREAMS][2], weight[2], base[STREAMS], scale = 0.0f;
-  if (t.spare) gates = gates_of(m);
+  const float share = reciprocal(static_cast<float>(width));
+  if (t.spare) gates = gates_of(m, lane);
   if (!t.spare && ONE) weights_of(m, warp, column, column < width, f);
   if (row && ONE && column < width) weight_of<D>(m, column, weight);
   if (row) base[0] = m.next_base[0], base[1] = m.next_base[1], base[2] = m.next_base[2], base[3] = m.next_base[3];
   if (row) scale = m.next_scale[0];
-  start(a, t);
-  Quad mine = quad_of(load16_now(from, live));
-  if (t.spare) return serve_mixing(a, t, m, gates, s);
-  u32 old[STREAMS], now[STREAMS];
+  Places<ROWS> places = places_of<ROWS>(m, warp, lane);
+  if (t.spare) return serve_mixing<ROWS>(a, t, m, gates, share, s);
+  bool alive = false;
+  u32 old[STREAMS] = {0u, 0u, 0u, 0u}, now[STREAMS];
   const u32* streams = reinterpret_cast<const u32*>(m.streams + 2ull * (static_cast<u64>(warp) * STREAMS * width + column));
   u32* out = reinterpret_cast<u32*>(a.out + 2ull * (static_cast<u64>(warp) * STREAMS * width + column));
-#pragma unroll
-  for (u32 j = 0; j < STREAMS; ++j) old[j] = ONE && row && column < width ? streams[j * (width / 2u)] : 0u;
-  settle(t);
-  bool alive = t.fault == 0u;
-  if (live && alive) {
-    Pair words = pair_of(without_sentinel(mine));
-#pragma unroll
-    for (u32 q = 0; q < OTHERS; ++q) HALMA_ORDER_SENTINEL_STORE(aimed.to[q] + turned(aimed, t), words);
-  }
 #pragma unroll 1
-  for (u32 g = 1u; g < groups; ++g) {
-    if (!mover || !alive || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
-    Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
-    push_sentinel(a, lane_box(a, t.epoch, rank_of(a)) + 16ull * (unit + g * (step / 8u)), without_sentinel(more));
-  }
-  if (live) take_unit<D>(a, t, unit, mine, s.y[warp] + 4u * lane, alive);
+  for (u32 pass = ONE ? FIRST_PASS : 1u; pass < 2u; ++pass) {
+    const bool real = !ONE || !HALMA_REHEARSE || pass != 0u;
+    if (real) {
+      start(a, t);
+      Quad mine = quad_of(load16_now(from, live));
+#pragma unroll
+      for (u32 j = 0; j < STREAMS; ++j) old[j] = ONE && row && column < width ? streams[j * (width / 2u)] : 0u;
+      settle(t);
+      alive = t.fault == 0u;
+      if (live && alive) {
+        Pair words = pair_of(without_sentinel(mine));
+#pragma unroll
+        for (u32 q = 0; q < OTHERS; ++q) HALMA_ORDER_SENTINEL_STORE(aimed.to[q] + turned(aimed, t), words);
+      }
 #pragma unroll 1
-  for (u32 g = 1u; g < groups; ++g) {
-    if (!mover || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
-    Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
-    take_unit<D>(a, t, unit + g * (step / 8u), more, s.y[warp] + g * HALMA_WARP + 4u * lane, alive);
-  }
-  alive = !block_any(!alive);
-
-  float sums[5][ROWS];
-#pragma unroll
-  for (u32 k = 0; k < 5u; ++k)
-#pragma unroll
-    for (u32 r = 0; r < ROWS; ++r) sums[k][r] = 0.0f;
+      for (u32 g = 1u; g < groups; ++g) {
+        if (!mover || !alive || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
+        Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
+        push_sentinel(a, lane_box(a, t.epoch, rank_of(a)) + 16ull * (unit + g * (step / 8u)), without_sentinel(more));
+      }
+      if (live) take_unit<D>(a, t, unit, mine, s.y[warp] + 4u * lane, alive);
 #pragma unroll 1
-  for (u32 g = 0; g < groups; ++g) {
-    bool there = column + g * step < width;
-#pragma unroll
-    for (u32 j = 0; j < STREAMS; ++j) {
-      if (!ONE) old[j] = row && there ? streams[(g * step + j * width) / 2u] : 0u;
-      now[j] = 0u;
+      for (u32 g = 1u; g < groups; ++g) {
+        if (!mover || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
+        Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
+        take_unit<D>(a, t, unit + g * (step / 8u), more, s.y[warp] + g * HALMA_WARP + 4u * lane, alive);
+      }
+      alive = !block_any(!alive);
     }
-    if (row && there) {
-      mix_back<D>(s.way[warp], alive ? s.y[warp][g * HALMA_WARP + lane] : ~0u, old, now);
-#pragma unroll
-      for (u32 j = 0; j < STREAMS; ++j) out[(g * step + j * width) / 2u] = now[j];
-    }
-#pragma unroll
-    for (u32 j = 0; j < STREAMS; ++j) s.now[warp][j][lane] = now[j];
-    if (!ONE) weights_of(m, warp, column + g * step, there, f);
-    barrier_among(t.threads);
-    add_group<D, ROWS>(s, warp, lane, f, sums);
-    if (!ONE) barrier_among(t.threads);
-  }
-  publish<ROWS>(m, t, warp, lane, sums);
-  gather_urgent<ROWS>(a, t, m, s, alive);
-  barrier_among(t.threads);
 
-  if (row) {
-    float pre[STREAMS];
-    float factor = weigh(m, s.sum + warp * URGENT_SLOTS, base, scale, pre);
+    float sums[5][ROWS];
+#pragma unroll
+    for (u32 k = 0; k < 5u; ++k)
+#pragma unroll
+      for (u32 r = 0; r < ROWS; ++r) sums[k][r] = 0.0f;
 #pragma unroll 1
     for (u32 g = 0; g < groups; ++g) {
-      if (column + g * step >= width) continue;
-      if (!ONE) weight_of<D>(m, column + g * step, weight);
+      bool there = column + g * step < width;
 #pragma unroll
-      for (u32 j = 0; j < STREAMS; ++j)
-        if (!ONE) now[j] = out[(g * step + j * width) / 2u];  // this thread's own
-      reinterpret_cast<u32*>(m.norm_out)[(warp * width + column + g * step) / 2u] = normed<D>(pre, factor, weight, now);
+      for (u32 j = 0; j < STREAMS; ++j) {
+        if (!ONE) old[j] = row && there ? streams[(g * step + j * width) / 2u] : 0u;
+        now[j] = 0u;
+      }
+      if (row && there) {
+        mix_back<D>(s.way[warp], alive ? s.y[warp][g * HALMA_WARP + lane] : ~0u, old, now);
+#pragma unroll
+        for (u32 j = 0; j < STREAMS; ++j)
+          if (real) out[(g * step + j * width) / 2u] = now[j];
+      }
+#pragma unroll
+      for (u32 j = 0; j < STREAMS; ++j) s.now[warp][j][lane] = now[j];
+      if (!ONE) weights_of(m, warp, column + g * step, there, f);
+      barrier_among(t.threads);
+      add_group<D, ROWS>(s, warp, lane, f, sums);
+      if (!ONE) barrier_among(t.threads);
+    }
+    publish<ROWS>(places, t, sums, real);
+    gather_urgent<ROWS>(a, t, m, s, alive);
+    barrier_among(t.threads);
+
+    if (row) {
+      float pre[STREAMS];
+      float factor = weigh(m, share, s.sum + warp * URGENT_SLOTS, base, scale, pre);
+#pragma unroll 1
+      for (u32 g = 0; g < groups; ++g) {
+        if (column + g * step >= width) continue;
+        if (!ONE) weight_of<D>(m, column + g * step, weight);
+#pragma unroll
+        for (u32 j = 0; j < STREAMS; ++j)
+          if (!ONE) now[j] = out[(g * step + j * width) / 2u];  // this thread's own
+        u32 normal = normed<D>(pre, factor, weight, now);
+        if (real) reinterpret_cast<u32*>(m.norm_out)[(warp * width + column + g * step) / 2u] = normal;
+      }
     }
   }
   if (time_to_scrub(t)) scrub(a, t, 0u, 0u, m.rows);
