@@ -229,6 +229,7 @@ DEVICE void store16_relaxed(void* to, Pair value) {
   words[0] = value.low;
   words[1] = value.high;
 }
+DEVICE void warp_barrier() { __syncwarp(static_cast<u32>((1ull << HALMA_WARP) - 1)); }
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE bool block_any(bool mine) {
   __shared__ u32 any;

@@ -21,11 +21,6 @@
 #define URGENT 14u  // sums that this call's own output waits for: pre's mixes and the Gram matrix
 #define URGENT_SLOTS 16u
 #define MATRIX (STREAMS * STREAMS)
-// 1: before the wait for the grid before, the code behind it runs once on nothing, so that it is in the nearest cache.
-#ifndef HALMA_REHEARSE
-#define HALMA_REHEARSE 0
-#endif
-#define FIRST_PASS (HALMA_REHEARSE ? 0u : 1u)
 #define WARPS 8u    // that move data; the ninth is the spare one
 #define COLUMNS (2u * HALMA_WARP)
 #define UNITS (COLUMNS / 8u)  // of 16 bytes, in a row of a group
@@ -327,14 +322,14 @@ template <u32 ROWS> DEVICE Places<ROWS> places_of(const Mixing& m, u32 warp, u32
   settle_address(p.four), settle_address(p.fifth);
   return p;
 }
-template <u32 ROWS> DEVICE void publish(const Places<ROWS>& p, const Turn& t, float (*sums)[ROWS], bool real) {
+template <u32 ROWS> DEVICE void publish(const Places<ROWS>& p, const Turn& t, float (*sums)[ROWS]) {
   float fours[4u * ROWS];
 #pragma unroll
   for (u32 i = 0; i < 4u * ROWS; ++i) fours[i] = sums[i / ROWS][i % ROWS];
   float four = over_lanes<4u * ROWS>(fours), fifth = over_lanes<ROWS>(sums[4]);
   u64 flag = static_cast<u64>(t.epoch) << 32;
-  if (p.has_four && real) HALMA_ORDER_PART_STORE(p.four, flag | bits_of(four));
-  if (p.has_fifth && real) HALMA_ORDER_PART_STORE(p.fifth, flag | bits_of(fifth));
+  if (p.has_four) HALMA_ORDER_PART_STORE(p.four, flag | bits_of(four));
+  if (p.has_fifth) HALMA_ORDER_PART_STORE(p.fifth, flag | bits_of(fifth));
 }
 
 // N whole sums at once, of which `at(i)` says where number i's parts begin: over_lanes() says who comes back with
@@ -442,20 +437,14 @@ template <u32 ROWS>
 DEVICE void serve_mixing(const Args& a, Turn t, const Mixing& m, const Gates& gates, float share, Shared& s) {
   u32 lane = threadIdx.x - t.threads;
   Raw<ROWS> raw = {};
-#pragma unroll 1
-  for (u32 pass = FIRST_PASS; pass < 2u; ++pass) {
-    const bool real = !HALMA_REHEARSE || pass != 0u;
-    if (real) {
-      start(a, t);
-      load_raw<ROWS>(m, lane, raw);
-      settle(t);
-      spare_before(a, t);
-    }
-    open_way<ROWS>(m, gates, raw, lane, s);
-    warp_barrier();
-    if (lane < m.rows) close_way(m, real ? m.iterations : 2u, s.way[lane] + STREAMS);
-    warp_barrier();
-  }
+  start(a, t);
+  load_raw<ROWS>(m, lane, raw);
+  settle(t);
+  spare_before(a, t);
+  open_way<ROWS>(m, gates, raw, lane, s);
+  warp_barrier();
+  if (lane < m.rows) close_way(m, m.iterations, s.way[lane] + STREAMS);
+  warp_barrier();
   bool alive = !block_any(t.fault != 0u);  // all have read the epoch, and `way` is there
   spare_after(a, t);
   hand_on(a, t, m, share, alive);
@@ -485,84 +474,76 @@ template <int D, u32 ROWS, bool ONE> DEVICE void mixed(const Args& a, const Mixi
   if (row) scale = m.next_scale[0];
   Places<ROWS> places = places_of<ROWS>(m, warp, lane);
   if (t.spare) return serve_mixing<ROWS>(a, t, m, gates, share, s);
-  bool alive = false;
-  u32 old[STREAMS] = {0u, 0u, 0u, 0u}, now[STREAMS];
+  u32 old[STREAMS], now[STREAMS];
   const u32* streams = reinterpret_cast<const u32*>(m.streams + 2ull * (static_cast<u64>(warp) * STREAMS * width + column));
   u32* out = reinterpret_cast<u32*>(a.out + 2ull * (static_cast<u64>(warp) * STREAMS * width + column));
-#pragma unroll 1
-  for (u32 pass = ONE ? FIRST_PASS : 1u; pass < 2u; ++pass) {
-    const bool real = !ONE || !HALMA_REHEARSE || pass != 0u;
-    if (real) {
-      start(a, t);
-      Quad mine = quad_of(load16_now(from, live));
+  start(a, t);
+  Quad mine = quad_of(load16_now(from, live));
 #pragma unroll
-      for (u32 j = 0; j < STREAMS; ++j) old[j] = ONE && row && column < width ? streams[j * (width / 2u)] : 0u;
-      settle(t);
-      alive = t.fault == 0u;
-      if (live && alive) {
-        Pair words = pair_of(without_sentinel(mine));
+  for (u32 j = 0; j < STREAMS; ++j) old[j] = ONE && row && column < width ? streams[j * (width / 2u)] : 0u;
+  settle(t);
+  bool alive = t.fault == 0u;
+  if (live && alive) {
+    Pair words = pair_of(without_sentinel(mine));
 #pragma unroll
-        for (u32 q = 0; q < OTHERS; ++q) HALMA_ORDER_SENTINEL_STORE(aimed.to[q] + turned(aimed, t), words);
-      }
+    for (u32 q = 0; q < OTHERS; ++q) HALMA_ORDER_SENTINEL_STORE(aimed.to[q] + turned(aimed, t), words);
+  }
 #pragma unroll 1
-      for (u32 g = 1u; g < groups; ++g) {
-        if (!mover || !alive || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
-        Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
-        push_sentinel(a, lane_box(a, t.epoch, rank_of(a)) + 16ull * (unit + g * (step / 8u)), without_sentinel(more));
-      }
-      if (live) take_unit<D>(a, t, unit, mine, s.y[warp] + 4u * lane, alive);
+  for (u32 g = 1u; g < groups; ++g) {
+    if (!mover || !alive || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
+    Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
+    push_sentinel(a, lane_box(a, t.epoch, rank_of(a)) + 16ull * (unit + g * (step / 8u)), without_sentinel(more));
+  }
+  if (live) take_unit<D>(a, t, unit, mine, s.y[warp] + 4u * lane, alive);
 #pragma unroll 1
-      for (u32 g = 1u; g < groups; ++g) {
-        if (!mover || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
-        Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
-        take_unit<D>(a, t, unit + g * (step / 8u), more, s.y[warp] + g * HALMA_WARP + 4u * lane, alive);
-      }
-      alive = !block_any(!alive);
-    }
+  for (u32 g = 1u; g < groups; ++g) {
+    if (!mover || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
+    Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
+    take_unit<D>(a, t, unit + g * (step / 8u), more, s.y[warp] + g * HALMA_WARP + 4u * lane, alive);
+  }
+  alive = !block_any(!alive);
 
-    float sums[5][ROWS];
+  float sums[5][ROWS];
 #pragma unroll
-    for (u32 k = 0; k < 5u; ++k)
+  for (u32 k = 0; k < 5u; ++k)
 #pragma unroll
-      for (u32 r = 0; r < ROWS; ++r) sums[k][r] = 0.0f;
+    for (u32 r = 0; r < ROWS; ++r) sums[k][r] = 0.0f;
+#pragma unroll 1
+  for (u32 g = 0; g < groups; ++g) {
+    bool there = column + g * step < width;
+#pragma unroll
+    for (u32 j = 0; j < STREAMS; ++j) {
+      if (!ONE) old[j] = row && there ? streams[(g * step + j * width) / 2u] : 0u;
+      now[j] = 0u;
+    }
+    if (row && there) {
+      mix_back<D>(s.way[warp], alive ? s.y[warp][g * HALMA_WARP + lane] : ~0u, old, now);
+#pragma unroll
+      for (u32 j = 0; j < STREAMS; ++j) out[(g * step + j * width) / 2u] = now[j];
+    }
+#pragma unroll
+    for (u32 j = 0; j < STREAMS; ++j) s.now[warp][j][lane] = now[j];
+    if (!ONE) weights_of(m, warp, column + g * step, there, f);
+    barrier_among(t.threads);
+    add_group<D, ROWS>(s, warp, lane, f, sums);
+    if (!ONE) barrier_among(t.threads);
+  }
+  publish<ROWS>(places, t, sums);
+  gather_urgent<ROWS>(a, t, m, s, alive);
+  barrier_among(t.threads);
+
+  if (row) {
+    float pre[STREAMS];
+    float factor = weigh(m, share, s.sum + warp * URGENT_SLOTS, base, scale, pre);
 #pragma unroll 1
     for (u32 g = 0; g < groups; ++g) {
-      bool there = column + g * step < width;
+      if (column + g * step >= width) continue;
+      if (!ONE) weight_of<D>(m, column + g * step, weight);
 #pragma unroll
-      for (u32 j = 0; j < STREAMS; ++j) {
-        if (!ONE) old[j] = row && there ? streams[(g * step + j * width) / 2u] : 0u;
-        now[j] = 0u;
-      }
-      if (row && there) {
-        mix_back<D>(s.way[warp], alive ? s.y[warp][g * HALMA_WARP + lane] : ~0u, old, now);
-#pragma unroll
-        for (u32 j = 0; j < STREAMS; ++j)
-          if (real) out[(g * step + j * width) / 2u] = now[j];
-      }
-#pragma unroll
-      for (u32 j = 0; j < STREAMS; ++j) s.now[warp][j][lane] = now[j];
-      if (!ONE) weights_of(m, warp, column + g * step, there, f);
-      barrier_among(t.threads);
-      add_group<D, ROWS>(s, warp, lane, f, sums);
-      if (!ONE) barrier_among(t.threads);
-    }
-    publish<ROWS>(places, t, sums, real);
-    gather_urgent<ROWS>(a, t, m, s, alive);
-    barrier_among(t.threads);
-
-    if (row) {
-      float pre[STREAMS];
-      float factor = weigh(m, share, s.sum + warp * URGENT_SLOTS, base, scale, pre);
-#pragma unroll 1
-      for (u32 g = 0; g < groups; ++g) {
-        if (column + g * step >= width) continue;
-        if (!ONE) weight_of<D>(m, column + g * step, weight);
-#pragma unroll
-        for (u32 j = 0; j < STREAMS; ++j)
-          if (!ONE) now[j] = out[(g * step + j * width) / 2u];  // this thread's own
-        u32 normal = normed<D>(pre, factor, weight, now);
-        if (real) reinterpret_cast<u32*>(m.norm_out)[(warp * width + column + g * step) / 2u] = normal;
-      }
+      for (u32 j = 0; j < STREAMS; ++j)
+        if (!ONE) now[j] = out[(g * step + j * width) / 2u];  // this thread's own
+      u32 normal = normed<D>(pre, factor, weight, now);
+      reinterpret_cast<u32*>(m.norm_out)[(warp * width + column + g * step) / 2u] = normal;
     }
   }
   if (time_to_scrub(t)) scrub(a, t, 0u, 0u, m.rows);
