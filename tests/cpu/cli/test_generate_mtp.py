@@ -45,6 +45,7 @@ def test_json_has_the_tokens_of_a_run_without_mtp_and_what_became_of_the_drafts(
     assert found["graphs"]["replayed_steps"] < plain["graphs"]["replayed_steps"] == 23
 
 
+@pytest.mark.nightly  # tests/cpu/model/test_mtp_sampling.py shows it of the engine in a third of the time
 @pytest.mark.invariant("M10")
 def test_drawn_text_is_the_same_with_drafts_of_any_number(halma: Halma):
     drawn = ("--max-tokens", "16", "--temperature", "0.9", "--top-p", "0.95", "--seed", "3", "--batch", "2")
