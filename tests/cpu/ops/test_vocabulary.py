@@ -23,6 +23,7 @@ def best(logits: torch.Tensor, world: int) -> torch.Tensor:
     return run("best_of_all", torch.stack(own), logits.shape[1])
 
 
+@pytest.mark.invariant("M11")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", CARRIERS)
 def test_the_sum_of_all_parts_is_the_embedding_to_the_bit(dtype: torch.dtype, world: int) -> None:
