@@ -21,7 +21,7 @@ from halma.hal.arena.plan import plan_channels
 from halma.hal.collectives.group import Group
 from halma.hal.graph.breakable import BreakableGraph
 from halma.hal.registry import default_registry
-from halma.hal.testing.conformance.collective_faults import _header_flags, _left, fault_of, leaving
+from halma.hal.testing.conformance.collective_faults import fault_of, header_flags, leaving, left_behind
 from halma.hal.testing.conformance.collective_setup import (
     BRIEF,
     PATIENT,
@@ -111,7 +111,7 @@ def killed_in_replay(backend: str, victim: int) -> dict[str, Any]:
             setup.backend.device.synchronize()  # nobody answers: it dies in here
             return {"fault": "it was not killed"}
         peers = [rank for rank in range(comm.size) if rank != comm.rank]
-        wait_until("the victim's fourth call", lambda: _header_flags(setup)[peers.index(victim)] == 4)
+        wait_until("the victim's fourth call", lambda: header_flags(setup)[peers.index(victim)] == 4)
         if comm.rank == (victim + 1) % comm.size:
             os.kill(pid, signal.SIGKILL)
         wait_until("the victim's end", lambda: state_of(pid) in "ZX")
@@ -125,7 +125,7 @@ def killed_in_replay(backend: str, victim: int) -> dict[str, Any]:
         found["rearm"] = refusal(comm.rearm)
         found["usable"] = (step.x.fill_(2.0) + 1).flatten()[0].item() == 3.0
         comm.close()
-        return _left(setup, found)
+        return left_behind(setup, found)
 
 
 def stopped(backend: str, victim: int) -> dict[str, Any]:

@@ -6,18 +6,6 @@
 
 enum Arrival { IN_WORDS, WITH_SENTINEL };
 
-template <int D> DEVICE Quad sum_arrived(const Quad* data) {
-  Quad sum;
-#pragma unroll
-  for (u32 k = 0; k < 4; ++k) {
-    u32 words[SIZE];
-#pragma unroll
-    for (u32 p = 0; p < SIZE; ++p) words[p] = data[p].word[k];
-    sum.word[k] = sum_words<D, SIZE>(words);
-  }
-  return sum;
-}
-
 // The reduced unit i of the message, of which this rank's own part is `mine`.
 template <int D, int ARRIVAL> DEVICE Quad arrived(const Args& a, const Turn& t, u32 i, const Quad& mine, bool& alive) {
   u32 rank = rank_of(a);
@@ -38,7 +26,7 @@ template <int D, int ARRIVAL> DEVICE Quad arrived(const Args& a, const Turn& t, 
   }
 #pragma unroll
   for (u32 p = 0; p < SIZE; ++p) data[p] = in_order(others[0], mine, rank, p);
-  return alive ? sum_arrived<D>(data) : POISON;
+  return alive ? sum_units<D, SIZE>(data) : POISON;
 }
 
 template <int D, bool ONE, int ARRIVAL> DEVICE void fused(const Args& a, const Norm& n) {

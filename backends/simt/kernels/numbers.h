@@ -37,3 +37,16 @@ template <int D, int RANKS> DEVICE u32 sum_words(const u32* words) {
   }
   return Numbers<D>::narrow(sum);
 }
+
+// The same of whole units: data[p] is rank p's.
+template <int D, int RANKS> DEVICE Quad sum_units(const Quad* data) {
+  Quad sum;
+#pragma unroll
+  for (u32 k = 0; k < 4; ++k) {
+    u32 words[RANKS];
+#pragma unroll
+    for (u32 p = 0; p < RANKS; ++p) words[p] = data[p].word[k];
+    sum.word[k] = sum_words<D, RANKS>(words);
+  }
+  return sum;
+}

@@ -1,6 +1,7 @@
 // One-shot push, both wire formats: what a thread sends, and what it waits for.
 #pragma once
 #include "channel.h"
+#include "numbers.h"
 
 // Units of 16 bytes that a thread keeps in flight while it polls: all peers' words of all of them are loaded before
 // one is tested. As many as stay in registers.
@@ -14,6 +15,14 @@ DEVICE u32 other(u32 rank, u32 q) { return q + (q >= rank ? 1u : 0u); }
 template <typename T> DEVICE T in_order(const T* others, const T& mine, u32 rank, u32 p) {
   T before = p < OTHERS ? others[p] : mine, behind = p > 0u ? others[p - 1u] : mine;
   return p == rank ? mine : p < rank ? before : behind;
+}
+
+// A unit summed over all ranks, of what came from the others and this rank's own.
+template <int D> DEVICE Quad sum_with(const Quad* others, const Quad& mine, u32 rank) {
+  Quad data[SIZE];
+#pragma unroll
+  for (u32 p = 0; p < SIZE; ++p) data[p] = in_order(others, mine, rank, p);
+  return sum_units<D, SIZE>(data);
 }
 
 // Where this thread's first unit goes in every peer's even buffer, worked out before the wait.

@@ -1,20 +1,7 @@
 // All-reduce by push: one-shot in words or with a sentinel, two-shot in chunks.
 #define HALMA_USES_PUSH 1
 #include "chunks.h"
-#include "numbers.h"
 #include "push.h"
-
-template <int D> DEVICE Quad sum_unit(const Quad* data) {
-  Quad sum;
-#pragma unroll
-  for (u32 k = 0; k < 4; ++k) {
-    u32 words[SIZE];
-#pragma unroll
-    for (u32 p = 0; p < SIZE; ++p) words[p] = data[p].word[k];
-    sum.word[k] = sum_words<D, SIZE>(words);
-  }
-  return sum;
-}
 
 // Of what came from the others and this rank's own.
 template <int D> DEVICE u64 sum_half(const u64* others, u64 mine, u32 rank) {
@@ -25,12 +12,6 @@ template <int D> DEVICE u64 sum_half(const u64* others, u64 mine, u32 rank) {
     low[p] = static_cast<u32>(half), high[p] = static_cast<u32>(half >> 32);
   }
   return sum_words<D, SIZE>(low) | static_cast<u64>(sum_words<D, SIZE>(high)) << 32;
-}
-template <int D> DEVICE Quad sum_with(const Quad* others, const Quad& mine, u32 rank) {
-  Quad data[SIZE];
-#pragma unroll
-  for (u32 p = 0; p < SIZE; ++p) data[p] = in_order(others, mine, rank, p);
-  return sum_unit<D>(data);
 }
 
 // Any number of units; the last may be short.

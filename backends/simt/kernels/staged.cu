@@ -57,17 +57,10 @@ DEVICE void stage(const Args& a, const Turn& t, u32 first, Part part) {
 }
 
 template <int D> DEVICE Quad sum_pulled(const Args& a, const Turn& t, u32 i) {
-  Quad data[SIZE], sum, mine = load_unit(a.source, i, a.nbytes);
+  Quad data[SIZE], mine = load_unit(a.source, i, a.nbytes);
 #pragma unroll
   for (u32 p = 0; p < SIZE; ++p) data[p] = p == rank_of(a) ? mine : pull(a, p, staging_of(a, t), i);
-#pragma unroll
-  for (u32 k = 0; k < 4; ++k) {
-    u32 words[SIZE];
-#pragma unroll
-    for (u32 p = 0; p < SIZE; ++p) words[p] = data[p].word[k];
-    sum.word[k] = sum_words<D, SIZE>(words);
-  }
-  return sum;
+  return sum_units<D, SIZE>(data);
 }
 
 template <int D> DEVICE void staged_reduce(const Args& a) {

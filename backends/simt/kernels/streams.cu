@@ -14,7 +14,6 @@
 // by equality, and scrubbed like all others (C2).
 #define HALMA_USES_PUSH 1
 #include "push.h"
-#include "numbers.h"
 
 #define STREAMS 4u
 #define HANDED 20u  // mixes that are handed on: post 4, comb 16
@@ -168,26 +167,12 @@ DEVICE void close_way(const Mixing& m, u32 rounds, float* way) {
 }
 
 // ------------------------------------------------------------------------------------ the sum over ranks
-template <int D> DEVICE Quad sum_of(const Quad* others, const Quad& mine, u32 rank) {
-  Quad data[SIZE], sum;
-#pragma unroll
-  for (u32 p = 0; p < SIZE; ++p) data[p] = in_order(others, mine, rank, p);
-#pragma unroll
-  for (u32 k = 0; k < 4u; ++k) {
-    u32 words[SIZE];
-#pragma unroll
-    for (u32 p = 0; p < SIZE; ++p) words[p] = data[p].word[k];
-    sum.word[k] = sum_words<D, SIZE>(words);
-  }
-  return sum;
-}
-
 // Unit i of the message, awaited, added up and laid down for its row.
 template <int D> DEVICE void take_unit(const Args& a, const Turn& t, u32 i, const Quad& mine, u32* to, bool& alive) {
   u32 rank = rank_of(a);
   Quad others[1][OTHERS];
   alive = alive && poll_sentinel<1, OTHERS>(a, t, i, 0u, ~0u, [=](u32 q) { return other(rank, q); }, others);
-  Quad sum = alive ? sum_of<D>(others[0], mine, rank) : POISON;
+  Quad sum = alive ? sum_with<D>(others[0], mine, rank) : POISON;
 #pragma unroll
   for (u32 k = 0; k < 4u; ++k) to[k] = sum.word[k];
 }

@@ -86,7 +86,7 @@ def stay_away(backend: str, absent: int, calls_before: int, way: int | None = No
             found["sticky"] = refusal(lambda: comm.all_reduce(x))
         comm.set_bound(PATIENT)
         setup.group.ranks.answers("everybody is done", None, PATIENT)
-        found["flags"] = _header_flags(setup)
+        found["flags"] = header_flags(setup)
         comm.rearm()
         right: list[bool] = []
         for step in range(3):
@@ -100,7 +100,7 @@ def stay_away(backend: str, absent: int, calls_before: int, way: int | None = No
         return found
 
 
-def _header_flags(setup: Setup) -> list[int]:
+def header_flags(setup: Setup) -> list[int]:
     """The largest flag that stands in each peer's headers here: the last call that it said anything in."""
     lane, own = setup.arena.layout("main").headers, setup.done(setup.arena.own.tensor)
     flags = own[lane.offset : lane.offset + lane.nbytes].view(torch.int32).view(2, setup.comm.size, 4)[:, :, 1]
@@ -124,7 +124,7 @@ def opened_again(backend: str, faulty: bool) -> dict[str, Any]:
             setup.backend.device.synchronize()
         comm.close()
         setup.comm = again = setup.group.communicator(arena)
-        flags, epoch = _header_flags(setup), again.epoch()
+        flags, epoch = header_flags(setup), again.epoch()
         setup.group.ranks.exchange("looked", None)
         messages = [torch.full((20,), float(step + again.rank), device=setup.device) for step in range(3)]
         sums = [setup.done(again.all_reduce(message)) for message in messages]
@@ -162,10 +162,10 @@ def end_suddenly(backend: str, victim: int) -> dict[str, Any]:
         found = {"nan": bool(setup.done(x).isnan().all()), **fault_of(comm)}
         found["usable"] = (x.fill_(2.0) + 1).flatten()[0].item() == 3.0
         comm.close()
-        return _left(setup, found)
+        return left_behind(setup, found)
 
 
-def _left(setup: Setup, found: dict[str, Any]) -> Any:
+def left_behind(setup: Setup, found: dict[str, Any]) -> Any:
     """Leave the set-up behind: its arena waits for a rank that will never come."""
     raise Left(found)
 
