@@ -97,8 +97,8 @@ class Row:
 
 def load(name: str, backend: Backend, arithmetic: str | None) -> Model:
     """``tiny-v4``, or ``flash-N``: N layers shaped like V4-Flash's."""
-    device, carrier = backend.device.torch_device, default_carrier(backend)
     chosen = default_arithmetic(backend, arithmetic)
+    device, carrier = backend.device.torch_device, default_carrier(backend, chosen)
     options = LoadOptions(carrier, arithmetic=chosen, device=device, dequantise=device.type == "cpu")
     if name == "tiny-v4":
         loaded = load_checkpoint(tiny_directory(), options)

@@ -182,6 +182,8 @@ class SimtChannel:
         reduced = _scratch(plan.call, operands, norm_out, residual)
         arguments = (*self._prefix, plan.tag, nbytes, source_at, reduced, plan.lane, plan.width)
         self._launch(plan.kernel, plan.grid, plan.block, arguments, stream=stream, dependent=dependent)
+        if not plan.norm_grid:  # no rows
+            return
         arguments = (*self._prefix, plan.tag, nbytes, reduced, out_at, 0, 0, *extra)
         self._launch(plan.norm, plan.norm_grid, plan.norm_block, arguments, stream=stream, dependent=dependent)
 

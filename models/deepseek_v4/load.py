@@ -87,9 +87,10 @@ def default_arithmetic(backend: Backend, asked: str | None) -> str:
     return asked
 
 
-def default_carrier(backend: Backend) -> torch.dtype:
-    """float32 on the CPU, bfloat16 elsewhere."""
-    return torch.float32 if backend.device.torch_device.type == "cpu" else torch.bfloat16
+def default_carrier(backend: Backend, arithmetic: str) -> torch.dtype:
+    """Activations' dtype: float32 on the CPU and wherever nothing may be rounded, else bfloat16."""
+    exact = arithmetic == "exact" or backend.device.torch_device.type == "cpu"
+    return torch.float32 if exact else torch.bfloat16
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,7 @@ def load_v4(
     source = resolve_model(model) if isinstance(model, str) else model
     device = backend.device.torch_device
     on_cpu = device.type == "cpu"
-    carrier = carrier or default_carrier(backend)
+    carrier = carrier or default_carrier(backend, options.arithmetic)
     # The ranks of a CPU load at the same time into the same memory.
     limits = [MemoryLimit(limit.name, limit.free // ranks.size) for limit in host_limits()]
     if not on_cpu:

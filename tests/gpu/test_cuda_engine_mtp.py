@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from halma.hal.backend import Backend
@@ -25,7 +24,7 @@ def made(backend: Backend, *, batch: int = 4, graph: bool = True, **options: obj
     given = RunnerOptions(
         max_requests=batch, max_context=256, batches=(1, batch), graph=graph, arithmetic="exact", **options
     )
-    runner = load_v4("tiny-v4", backend, given, carrier=torch.float32).runner
+    runner = load_v4("tiny-v4", backend, given).runner
     runner.prepare(runner.descriptors(("greedy", "sample")))
     return runner
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from halma.hal.backend import Backend
 from halma.hal.graph.breakable import Outcome
@@ -31,8 +30,7 @@ def generated(backend: Backend, arithmetic: str, *, graph: bool, requests: int =
     options = RunnerOptions(
         max_requests=requests, max_context=96, graph=graph, batches=(1, 2), capture_prefill=True, arithmetic=arithmetic
     )
-    carrier = torch.float32 if arithmetic == "exact" else None
-    runner = load_v4("tiny-v4", backend, options, carrier=carrier).runner
+    runner = load_v4("tiny-v4", backend, options).runner
     try:
         prompts = [(0, 17, 42, 99)[: 2 + n % 3] for n in range(requests)]
         sampled = [Request(p, 24, temperature=0.8 * (n % 2), seed=n) for n, p in enumerate(prompts)]

@@ -26,8 +26,7 @@ CONTEXT = 512
 
 def runner_for(backend: Backend, arithmetic: str = "exact", **options: Any) -> V4Runner:
     given = RunnerOptions(max_context=CONTEXT, arithmetic=arithmetic, **options)
-    carrier = torch.float32 if arithmetic == "exact" else None
-    runner = load_v4("tiny-v4", backend, given, carrier=carrier).runner
+    runner = load_v4("tiny-v4", backend, given).runner
     runner.prepare(runner.descriptors(("greedy", "sample")))
     return runner
 

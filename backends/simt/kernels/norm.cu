@@ -31,8 +31,8 @@ template <int D, int ARRIVAL> DEVICE Quad arrived(const Args& a, const Turn& t, 
 
 template <int D, bool ONE, int ARRIVAL> DEVICE void fused(const Args& a, const Norm& n) {
   Turn t = stand(a);
-  u32 first = blockIdx.x * n.units + threadIdx.x;  // the grid has no more blocks than there are rows
-  bool mine = threadIdx.x < n.units;
+  u32 first = blockIdx.x * n.units + threadIdx.x;  // the grid has no more blocks than there are rows, but for none
+  bool mine = threadIdx.x < n.units && blockIdx.x < n.rows;
   const u8* from = a.source + 16ull * first;
   settle_address(from);
   start(a, t);

@@ -80,14 +80,15 @@ def capture(
     with assembled(tp, "capture") as team:
         # Alone this comes before torch is imported: what is wrong is answered at once.
         chosen = team.together("the backend", lambda: team.backend(backend))
-        from halma.models.deepseek_v4.load import resolve_model
+        from halma.models.deepseek_v4.load import default_carrier, resolve_model
 
         source = team.together("the model", lambda: divisible(resolve_model(model), tp))
         options = team.together(
             "the options", lambda: _options(chosen, source, max_requests, wanted, context, chunk, limit, left)
         )
         silent = json or not team.speaks
-        with team.divided(chosen, source.config, max_requests * chunk) as ranks:
+        carrier = default_carrier(chosen, options.arithmetic)
+        with team.divided(chosen, source.config, max_requests * chunk, carrier) as ranks:
             loaded = _loaded(team, source, chosen, options, ranks, silent=silent)
             result = _measure(team, loaded.runner, order, scratch=scratch, compare=compare_unshared, silent=silent)
             if team.size > 1:

@@ -153,9 +153,10 @@ def _generated(
     how: _How,
 ) -> dict[str, Any]:
     """Load, run, report: on every rank. Their requests are the same, so all that they decide is."""
-    from halma.models.deepseek_v4.load import load_v4
+    from halma.models.deepseek_v4.load import default_carrier, load_v4
 
-    with team.divided(backend, source.config, options.most_rows) as ranks:
+    carrier = default_carrier(backend, options.arithmetic)
+    with team.divided(backend, source.config, options.most_rows, carrier) as ranks:
         with progress_bar("loading", disable=how.silent) as loading:
             loaded = team.together("loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading))
         for note in loaded.notes if team.speaks else ():

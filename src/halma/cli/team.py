@@ -168,14 +168,12 @@ class Team:
         return halma.backend(name)
 
     @contextlib.contextmanager
-    def divided(
-        self, backend: Backend, config: V4Config, tokens: int, carrier: torch.dtype | None = None
-    ) -> Iterator[Ranks]:
+    def divided(self, backend: Backend, config: V4Config, tokens: int, carrier: torch.dtype) -> Iterator[Ranks]:
         """The ranks as a model's steps see them, with the memory that their messages need.
 
         Args:
             tokens: most rows of a step.
-            carrier: dtype of activations; the backend's default.
+            carrier: dtype of activations.
         """
         from halma.models.deepseek_v4.ranks import ONE_RANK, divided
 
@@ -183,11 +181,10 @@ class Team:
             yield ONE_RANK
             return
         import halma
-        from halma.models.deepseek_v4.load import default_carrier
 
         group = self.together("the group", lambda: halma.collectives(world=_world(backend), backend=backend))
         with contextlib.ExitStack() as held:
-            manager = divided(config, group, tokens=tokens, carrier=carrier or default_carrier(backend))
+            manager = divided(config, group, tokens=tokens, carrier=carrier)
             yield self.together("the shared memory", lambda: held.enter_context(manager))
 
     def from_first(self, stage: str, work: Callable[[], T]) -> T:

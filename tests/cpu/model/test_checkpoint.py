@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from halma.models.deepseek_v4.checkpoint import (
     load_checkpoint,
     load_source,
 )
+from halma.models.deepseek_v4.load import default_carrier
 from halma.models.deepseek_v4.names import from_transformers, to_transformers, transformers_place
 from halma.models.deepseek_v4.presets import tiny_directory
 from halma.models.deepseek_v4.sources import DictSource, TransformersSource
@@ -306,3 +308,17 @@ def test_transformers_takes_our_state_dict_whole():
     state = to_transformers(synthetic_tensors(config, plain=True))
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert wanted == {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("device", "arithmetic", "expected"),
+    [
+        ("cpu", "exact", torch.float32),
+        ("cpu", "shipping", torch.float32),
+        ("meta", "exact", torch.float32),  # any device but the CPU
+        ("meta", "shipping", torch.bfloat16),
+    ],
+)
+def test_where_nothing_may_be_rounded_activations_are_float32(device, arithmetic, expected) -> None:
+    backend = SimpleNamespace(device=SimpleNamespace(torch_device=torch.device(device)))
+    assert default_carrier(backend, arithmetic) is expected

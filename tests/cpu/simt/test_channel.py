@@ -139,6 +139,13 @@ def test_a_fused_norm_is_one_kernel_and_another_way_two() -> None:
     assert wide.kernel == "norm_words_wide_bfloat16"
 
 
+@pytest.mark.parametrize("way", [WORDS, SENTINEL, TWO_SHOT, STAGED], ids=["words", "sentinel", "two-shot", "staged"])
+def test_a_norm_of_no_rows_keeps_its_place_and_launches_no_empty_grid(way: Choice) -> None:
+    call, operands = norm(0, 4096)
+    found = launched(fake_channel(), call, way, operands=operands)
+    assert len(found) == 1 and found[0].grid >= 1
+
+
 @pytest.mark.invariant("C16")
 @pytest.mark.parametrize("size", (2, 4, 6, 8))
 def test_no_grid_is_larger_than_half_of_the_device(size: int) -> None:

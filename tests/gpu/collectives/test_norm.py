@@ -93,6 +93,18 @@ def test_the_norm_and_its_bits(labs, size: int, dtype: torch.dtype, wide: bool) 
         assert bool((error <= unit * norm.abs() + 1e-7).all()), (rows, columns, float(error.max()))
 
 
+@pytest.mark.invariant("C10")
+def test_no_rows_keep_their_place(labs, size: int) -> None:
+    """Its tensors have no address at all; the call behind it must meet the same epoch on every rank."""
+    lab: Lab = labs(size)
+    nothing, something = Problem(lab, 0, 96, torch.bfloat16), Problem(lab, 2, 96, torch.bfloat16)
+    assert nothing.residual.data_ptr() == 0
+    for choice in ways(something, lab):
+        nothing.run(lab, choice)
+        for made in something.run(lab, choice):
+            assert same_bits(made.out, something.expected()[0]), name_of(choice)
+
+
 def blocks_of_128(norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What halma.ops.quant does: power-of-two scales by the bits of amax / 448."""
     groups = norm.float().unflatten(-1, (-1, 128))
