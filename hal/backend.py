@@ -284,12 +284,15 @@ class KernelSource:
         text: the source; entry points are ``extern "C"``.
         headers: name as it is included -> text.
         defines: macro -> value; part of the cache's key like all the rest.
+        carveout: entry -> percent of a multiprocessor's memory that it asks to have shared, for the driver to follow or
+            not; no part of the key.
     """
 
     name: str
     text: str
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     defines: Mapping[str, str] = field(default_factory=dict[str, str])
+    carveout: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 class KernelPart(Protocol):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -203,9 +203,11 @@ def _describe(call: Call) -> str:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of an argument: itself, or the fields of a record (a weight, a store)."""
+    """The tensors of an argument: itself, or the fields of a record (a weight, a store, a table of weights)."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, tuple):
+        return [tensor for part in cast("tuple[Any, ...]", value) for tensor in tensors_of(part)]
     if is_dataclass(value):
         return [tensor for part in fields(value) for tensor in tensors_of(getattr(value, part.name))]
     return []

@@ -32,13 +32,18 @@ OutRule = Callable[..., Spec | tuple[Spec, ...]]
 
 @dataclass
 class OpSpec:
-    """An op: see :mod:`halma.hal.dispatch`. ``out`` maps the arguments to the spec(s) of what it writes."""
+    """An op: see :mod:`halma.hal.dispatch`. ``out`` maps the arguments to the spec(s) of what it writes.
+
+    ``padded``: it works beside rows that are not real, so a route is used by default only where poison in them,
+    in scratch and in staging changes no bit (:mod:`halma.hal.testing.poison`).
+    """
 
     name: str
     reference: Callable[..., None]
     out: OutRule | None
     signature: inspect.Signature
     routes: list[RouteSpec] = field(default_factory=list[RouteSpec])
+    padded: bool = False
 
 
 class OpTable:
@@ -49,7 +54,7 @@ class OpTable:
         self._early: dict[str, list[RouteSpec]] = {}
         self._admitted: set[tuple[str, str, str]] = set()
 
-    def define(self, name: str, *, out: OutRule | None) -> Callable[[Any], OpSpec]:
+    def define(self, name: str, *, out: OutRule | None, padded: bool = False) -> Callable[[Any], OpSpec]:
         """Decorator: the function below is the reference of op ``name``.
 
         Raises:
@@ -68,7 +73,7 @@ class OpTable:
                     found=(self.ops[name].reference.__module__, reference.__module__),
                     do="rename one of them",
                 )
-            self.ops[name] = OpSpec(name, reference, out, signature, self._early.pop(name, []))
+            self.ops[name] = OpSpec(name, reference, out, signature, self._early.pop(name, []), padded)
             return self.ops[name]
 
         return decorate
@@ -127,9 +132,9 @@ class OpTable:
 table = OpTable()
 
 
-def op(name: str, *, out: OutRule | None = None) -> Callable[[Any], OpSpec]:
+def op(name: str, *, out: OutRule | None = None, padded: bool = False) -> Callable[[Any], OpSpec]:
     """Define an op in the global table; see :meth:`OpTable.define`.
 
     An op with ``out=None`` works in place on its arguments (state, streams) and returns nothing.
     """
-    return table.define(name, out=out)
+    return table.define(name, out=out, padded=padded)

@@ -8,7 +8,9 @@ which Python's own hooks hear nothing, counts too; 0.1 us a look.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from os import getpid
+from pathlib import Path
 
 from halma.hal.errors import HalmaError
 
@@ -32,3 +34,33 @@ class Home:
                 found=f"made in process {self._pid}, used in process {getpid()}",
                 do="make groups, arenas and communicators in the process that uses them, or start that one by spawn",
             )
+
+
+@dataclass(frozen=True)
+class ProcessName:
+    """A process among those of this machine: ids are used again, so its start belongs to its name (Linux)."""
+
+    pid: int
+    born: str
+
+    @staticmethod
+    def own() -> ProcessName:
+        """This process's."""
+        return ProcessName(getpid(), born("self"))
+
+    def seen(self) -> bool:
+        """Whether it is there: it started, did not end, and is in this process's process namespace."""
+        return bool(self.born) and born(str(self.pid)) == self.born and _stat(str(self.pid))[0] not in ("Z", "X")
+
+
+def born(pid: str) -> str:
+    """When a process started, in the kernel's ticks; empty where there is none."""
+    return _stat(pid)[19]
+
+
+def _stat(pid: str) -> list[str]:
+    """The fields of a process behind its name, which may hold spaces and parentheses."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return [""] * 20

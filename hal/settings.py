@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
@@ -33,6 +34,16 @@ def _seconds(value: str) -> float:
     if not 0 < seconds < 1e9:  # nanoseconds of it fit 64 bits
         raise ValueError("a number of seconds above 0")
     return seconds
+
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _bytes(value: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value, re.IGNORECASE)
+    if found is None:
+        raise ValueError("bytes, with or without a unit: 800MiB, 2G, 0")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def _level(value: str) -> str:
@@ -137,6 +148,13 @@ class Settings:
     graph_verify: bool = _role_switch("verify")
     graph_prefill: bool = _role_switch("prefill")
     graph_ffn: bool = _role_switch("ffn")
+    ffn_graph_reserve: int = _setting(
+        "HALMA_FFN_GRAPH_RESERVE",
+        _bytes,
+        1 << 30,
+        "1GiB",
+        "device memory that captures of ffn items leave free, beyond what the exchange of rows needs (KiB, MiB, GiB)",
+    )
 
     @property
     def graph_switch(self) -> GraphSwitch:

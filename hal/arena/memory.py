@@ -81,6 +81,14 @@ class SymmetricMemory:
         if failure is not None:
             raise failure
 
+    def abandon(self) -> None:
+        """Give everything back without a word to the peers, on an error path (G26); they free theirs by themselves."""
+        for peer in self.peers:
+            if peer is not self._own:
+                peer.close()
+        self.peers = []
+        self._free()
+
     def _allocate(self, nbytes: int, prepare: Prepare) -> bytes:
         try:
             self._own, handle = self._backend.memory.exportable(nbytes)

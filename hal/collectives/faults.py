@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 from halma.hal.backend import Backend
-from halma.hal.collectives.contract import ChannelDriver, FlightEntry
+from halma.hal.collectives.contract import ErrorRecord, FlightEntry
 from halma.hal.collectives.operands import check_bound
 from halma.hal.collectives.ranks import AnsweringRanks
 from halma.hal.collectives.report import Answers, ChannelFault, channel_fault
 
 ANSWER_SECONDS: Final = 5.0
 """How long a report waits for the others' flight recorders; they faulted at about the same time, or never will."""
+
+
+class Driver(Protocol):
+    """What is asked of a channel's driver, or an exchange's."""
+
+    def error(self) -> ErrorRecord | None: ...
+    def flight(self) -> Sequence[FlightEntry]: ...
+    def set_bound(self, bound_ns: int) -> None: ...
+    def rearm(self, epoch: int) -> None: ...
+    def epoch(self) -> int: ...
 
 
 class Faults:
@@ -29,7 +39,7 @@ class Faults:
         channel: str,
         backend: Backend,
         ranks: AnsweringRanks,
-        driver: ChannelDriver | None,
+        driver: Driver | None,
         bound: float,
         known: Mapping[int, str],
     ) -> None:

@@ -122,10 +122,12 @@ class Group:
                 ("HALMA_STRICT", now.strict),
                 ("measured table", fingerprint(self._table)),
             ),
-            host=_host(),
+            host=machine(),
             refusal=_refusal(backend),
         )
-        self.why_no_channel = _common(self.ranks, self.ranks.exchange("group", facts))
+        answers = self.ranks.exchange("group", facts)
+        self.why_no_channel = _common(self.ranks, answers)
+        self.hosts: tuple[str, ...] = tuple(answer.host for answer in answers)
 
     def arena(self, plan: ArenaPlan, **options: Any) -> Arena | NoArena:
         """Memory that all ranks share, as planned; :meth:`halma.hal.arena.arena.Arena.create` tells the rest.
@@ -193,7 +195,7 @@ def _common(ranks: AnsweringRanks, facts: Sequence[_Facts]) -> str:
     return next((f"rank {rank}: {fact.refusal}" for rank, fact in enumerate(facts) if fact.refusal), "")
 
 
-def _host() -> str:
+def machine() -> str:
     """What tells machines apart; names alone repeat in containers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from itertools import combinations
 from math import isfinite
 from numbers import Real
@@ -85,7 +86,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def check_tensor(kind: Kind, name: str, value: Any, device: torch.device) -> None:
+def check_tensor(kind: IntEnum, name: str, value: Any, device: torch.device) -> None:
     """Refuse what is no plain contiguous tensor of the group's device, or what autograd would want a gradient of.
 
     Raises:
@@ -122,7 +123,7 @@ def check_tensor(kind: Kind, name: str, value: Any, device: torch.device) -> Non
         )
 
 
-def check_like(kind: Kind, name: str, value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_like(kind: IntEnum, name: str, value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Refuse a tensor of another shape or dtype.
 
     Raises:
@@ -140,7 +141,7 @@ def check_like(kind: Kind, name: str, value: torch.Tensor, shape: tuple[int, ...
 Named = tuple[str, torch.Tensor]
 
 
-def check_apart(kind: Kind, one: Named, two: Named, *, same: bool = False) -> None:
+def check_apart(kind: IntEnum, one: Named, two: Named, *, same: bool = False) -> None:
     """Refuse tensors that share memory; ``same``: but for two that are the very same memory.
 
     Raises:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from halma.hal.collectives.contract import Algorithm, ErrorRecord, Fault, FlightEntry, Kind
+from halma.hal.collectives.exchange_contract import STAGE_NAMES, Stage, Step
 from halma.hal.errors import RankError
 
 LINES: int = 4
@@ -68,7 +69,7 @@ def channel_fault(
 
     found = [
         f"{named(rank)} was in call {record.call} of the channel: {call_of(record.digest)}",
-        f"by {_way(record.algorithm)}, after {record.waited_ns / 1e9:.3f} s",
+        f"{_way(record.algorithm)}, after {record.waited_ns / 1e9:.3f} s",
         *_lines(answers, call_of),
     ]
     if answers.silent:
@@ -120,12 +121,15 @@ def _first_look(record: ErrorRecord, rank: int) -> str:
 def _expected(record: ErrorRecord, call_of: Callable[[int], str]) -> str:
     if record.fault is Fault.MISMATCH:
         return f"{call_of(record.expected)} (digest {record.expected:#010x}, seen {record.seen:#010x})"
+    if record.algorithm == Stage.BACK:  # it has no flag
+        return f"words of a sum, seen {record.seen:#010x} in them"
     return f"flag {record.expected}, seen {record.seen}"
 
 
 def _way(algorithm: int) -> str:
-    known = {int(one): one.name.lower() for one in Algorithm}
-    return known.get(algorithm, "its header word alone")
+    known = {int(one): f"by {one.name.lower()}" for one in Algorithm}
+    known |= {int(stage): f"waiting for {name}" for stage, name in STAGE_NAMES.items()}
+    return known.get(algorithm, "by its header word alone")
 
 
 def _lines(answers: Answers, call_of: Callable[[int], str]) -> list[str]:
@@ -137,5 +141,5 @@ def _lines(answers: Answers, call_of: Callable[[int], str]) -> list[str]:
 
 
 def _kind(entry: FlightEntry) -> str:
-    known = {int(one): one.name.lower() for one in Kind}
+    known = {int(one): one.name.lower() for one in (*Kind, *Step)}
     return known.get(entry.kind, f"kind {entry.kind}")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from halma.hal.errors import DispatchError
+from halma.hal.testing.poison import Fill
 
 Arguments = tuple[Any, ...]
 
@@ -37,6 +38,9 @@ class OpExample:
         rows: the row counts tried.
         scales: factors on the floating tensors of ``by_row`` for the check of extreme values.
         padding: default: fills the last rows of the floating tensors of ``by_row``.
+        poison: fills, in place, everything in the arguments that is not real (gaps, tails, their scales), for an op
+            that is declared ``padded``; default: the second half of the floating tensors of ``by_row``.
+        defined: picks what may be read of the outputs; default: all of it.
     """
 
     op: str
@@ -49,6 +53,8 @@ class OpExample:
     rows: tuple[int, ...] = (1, 3, 8)
     scales: tuple[float, ...] = (0.0, 1e-20, 1e4)
     padding: Padding | None = None
+    poison: Callable[[Arguments, Fill], None] | None = None
+    defined: Callable[[Arguments, list[torch.Tensor]], list[torch.Tensor]] | None = None
 
     def pad(self, arguments: Arguments, real: int, payload: float) -> None:
         """Make the rows from ``real`` on padding that holds ``payload``."""

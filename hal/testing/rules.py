@@ -1,4 +1,4 @@
-"""The rules of capture (G), memory (W), arenas (A) and collectives (C) that the suite holds a backend to.
+"""Rules of capture (G), memory (W), arenas (A), collectives (C) and exchanges (F) that the suite holds a backend to.
 
 A rule wants a test and a control arm: the same program done right, which must stay green. One that the suite
 cannot show says why in ``elsewhere``, so that a hole is never silent.
@@ -120,6 +120,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("C18", "all kernels are loaded before the first spin"),
     Rule("C19", "no flag lies inside data on stores that may be seen in part"),
+    Rule("F1", "worst-token mode never touches the host, and shares no counter with host-synced mode"),
+    Rule("F2", "combine takes what dispatch handed out: one struct, sizes on the device"),
+    Rule("F3", "rows, gaps and tails without a token are never read"),
+    Rule("F4", "ranks without tokens, one expert for all, the last one, one rank for all are legal"),
+    Rule(
+        "F11",
+        "launch numbers are for one layout of ranks and one architecture, and checked when they are chosen",
+        elsewhere="pure arithmetic, shown by tests/cpu/exchange; no backend takes part",
+    ),
+    Rule("F12", "identity experts give back weighted inputs exactly, token by token"),
+    Rule("F13", "replays with fresh routing, each followed by an eager step without a sync"),
+    Rule("F14", "ranks compare their geometry field by field before anything is allocated"),
+    Rule("F16", "a rank that stays away or dies ends the others' waits with its name"),
 )
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from halma.hal.backend import Backend
-from halma.hal.dispatch import Ops, OpSpec, OpTable, RouteSpec
+from halma.hal.dispatch import Ops, OpSpec, OpTable, RouteSpec, Spec, like
 from halma.hal.graph.current import current_recorder, set_current_recorder
 from halma.hal.routes import REFERENCE
 from halma.hal.testing.examples import Arguments, OpExample
+from halma.hal.testing.poison import Failed as Failed
+from halma.hal.testing.poison import Fill, FilledWorkspace, check_real_rows, same_bits
 from halma.hal.testing.watch import AllocationWatch, flat_tensors
 from halma.hal.workspace import Workspace
 
@@ -23,27 +26,40 @@ _GUARD = 64
 """Elements before and behind an output that must stay untouched."""
 
 
-class Failed(Exception):
-    """A check that does not hold; the text is the reason."""
-
-
 def moved(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors on ``device``; records keep their type. On the CPU it is ``value`` itself."""
     if device.type == "cpu":
         return value
     if isinstance(value, torch.Tensor):
         return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(moved(part, device) for part in cast("tuple[Any, ...]", value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **parts)
     return value
 
 
+def given_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors that a caller gave: a record's own (addresses of its weights, say) are its maker's."""
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in cast("Sequence[Any]", value) for tensor in given_tensors(part)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [tensor for f in dataclasses.fields(value) if f.init for tensor in given_tensors(getattr(value, f.name))]
+    return flat_tensors(value)
+
+
 class Result:
-    """Outputs of a call and the state it left, on the CPU, in memory of their own."""
+    """Outputs of a call and the state it left, on the CPU, in memory of their own.
+
+    ``whole`` is every output; ``outputs`` what may be read of them.
+    """
 
     def __init__(self, outputs: Any, arguments: Arguments, example: OpExample) -> None:
-        self.outputs = [tensor.cpu().clone() for tensor in flat_tensors(outputs)]
+        whole = flat_tensors(outputs)
+        read = whole if example.defined is None else example.defined(arguments, whole)
+        self.whole = [like(tensor) for tensor in whole]
+        self.outputs = [tensor.cpu().clone() for tensor in read]
         state = [tensor for position in example.state for tensor in flat_tensors(arguments[position])]
         self.state = [tensor[1:].cpu().clone() if example.null_row else tensor.cpu().clone() for tensor in state]
         self.state_by_row = bool(set(example.state) & set(example.by_row))
@@ -91,37 +107,34 @@ class Trial:
             return self.route.opaque
         if check == "row invariance":
             return bool(self.backend.capabilities.row_invariant)
+        if check == "poison":
+            return self.spec.padded
         return True
 
-    def ops(self, route: str, device: torch.device) -> Ops:
-        """A dispatcher that runs one route in a poisoning workspace of its own."""
-        workspace = Workspace(device, checked=True)
+    def ops(self, route: str, device: torch.device, fill: Fill | None = None) -> Ops:
+        """A dispatcher that runs one route in a poisoning workspace of its own, or in one that holds ``fill``."""
+        workspace = Workspace(device, checked=True) if fill is None else FilledWorkspace(device, fill)
         return Ops(workspace, backend=self.backend.name, routes={self.spec.name: route}, ops=self._table)
 
     def call(self, ops: Ops, arguments: Arguments, **more: Any) -> Any:
         """The op, called."""
         return getattr(ops, self.spec.name)(*arguments, **more)
 
-    def run(self, example: OpExample, arguments: Arguments) -> Result:
+    def run(self, example: OpExample, arguments: Arguments, fill: Fill | None = None) -> Result:
         """The route once, in a fresh workspace."""
         here = tuple(moved(value, self.device) for value in arguments)
-        return Result(self.call(self.ops(self.route.name, self.device), here), here, example)
+        return Result(self.call(self.ops(self.route.name, self.device, fill), here), here, example)
 
     def reference(self, example: OpExample, arguments: Arguments) -> Result:
         """What the reference gives for the same arguments, on the CPU."""
         return Result(self.call(self.ops(REFERENCE, torch.device("cpu")), arguments), arguments, example)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.contiguous()
-    return flat.view(-1).view(torch.uint8) if flat.numel() else flat
-
-
 def _need_same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], why: str) -> None:
     if len(found) != len(wanted):
         raise Failed(f"{len(found)} results instead of {len(wanted)} {why}")
     for position, (a, b) in enumerate(zip(found, wanted, strict=True)):
-        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(_bits(a), _bits(b)):
+        if not same_bits(a, b):
             raise Failed(f"result {position} has other bits {why}")
 
 
@@ -166,7 +179,8 @@ def arguments_kept(trial: Trial, example: OpExample) -> int:
     trial.call(trial.ops(trial.route.name, trial.device), arguments)
     for position, (ours, theirs) in enumerate(zip(arguments, example.build(0, rows), strict=True)):
         if position not in example.state:
-            _need_same([tensor.cpu() for tensor in flat_tensors(ours)], flat_tensors(theirs), f"in argument {position}")
+            kept = [tensor.cpu() for tensor in given_tensors(ours)]
+            _need_same(kept, given_tensors(theirs), f"in argument {position}")
     return len(arguments)
 
 
@@ -178,7 +192,7 @@ def out_variant(trial: Trial, example: OpExample) -> int:
     wanted = trial.run(example, example.build(0, rows))
     for byte in (0xFF, 0x00):
         arguments = tuple(moved(value, trial.device) for value in example.build(0, rows))
-        guarded = [_Guarded(tensor, byte, trial.device) for tensor in wanted.outputs]
+        guarded = [_Guarded(tensor, byte, trial.device) for tensor in wanted.whole]
         views = tuple(one.view for one in guarded)
         given = trial.call(
             trial.ops(trial.route.name, trial.device), arguments, out=views[0] if len(views) == 1 else views
@@ -194,9 +208,9 @@ def out_variant(trial: Trial, example: OpExample) -> int:
 class _Guarded:
     """An output with guard elements round it, all filled with one byte."""
 
-    def __init__(self, like: torch.Tensor, byte: int, device: torch.device) -> None:
+    def __init__(self, like: Spec, byte: int, device: torch.device) -> None:
         self._byte = byte
-        size = like.numel()
+        size = math.prod(like.shape)
         self._memory = torch.empty(size + 2 * _GUARD, dtype=like.dtype, device=device)
         self._memory.view(torch.uint8).fill_(byte)
         self._inside = slice(_GUARD, _GUARD + size)
@@ -242,7 +256,7 @@ def replay(trial: Trial, example: OpExample) -> int:
     if len(launches.kept) != 1:
         raise Failed(f"{len(launches.kept)} launches were recorded instead of one")
     for seed in (1, 0, 0):
-        for mine, theirs in zip(flat_tensors(arguments), flat_tensors(example.build(seed, rows)), strict=True):
+        for mine, theirs in zip(given_tensors(arguments), given_tensors(example.build(seed, rows)), strict=True):
             mine.copy_(theirs)
         launches.kept[0]()
         wanted = trial.run(example, example.build(seed, rows))
@@ -266,6 +280,29 @@ def padding(trial: Trial, example: OpExample) -> int:
             _need_same(results[-1], results[0], f"with {payload} in the rows from {real} on")
             compared += 1
     return compared
+
+
+def poison(trial: Trial, example: OpExample) -> int:
+    """Nothing beside the real rows matters, nor what scratch and outputs held (:mod:`halma.hal.testing.poison`)."""
+    rows = max(example.rows)
+    real = max(rows // 2, 1)
+    if example.poison is None and not example.floating_rows(example.build(0, rows)):
+        return 0
+
+    def make(fill: Fill) -> Arguments:
+        arguments = example.build(0, rows)
+        if example.poison is not None:
+            example.poison(arguments, fill)
+        else:
+            for tensor in example.floating_rows(arguments):
+                fill(tensor[real:])
+        return arguments
+
+    def run(arguments: Arguments, fill: Fill) -> list[torch.Tensor]:
+        result = trial.run(example, arguments, fill)
+        return result.real(real) if example.poison is None else result.outputs + result.state
+
+    return check_real_rows(make, run)
 
 
 def determinism(trial: Trial, example: OpExample) -> int:
@@ -318,8 +355,10 @@ CHECKS: dict[str, Callable[[Trial, OpExample], int]] = {
     "allocation": allocation,
     "replay": replay,
     "padding": padding,
+    "poison": poison,
     "determinism": determinism,
     "extreme values": extreme_values,
     "row invariance": row_invariance,
 }
-"""Every check by name. ``allocation`` is for transparent routes, ``replay`` for opaque ones."""
+"""Every check by name. ``allocation`` is for transparent routes, ``replay`` for opaque ones, ``poison`` for ops with
+padding of their own (``padded``): there it must have run."""

@@ -76,6 +76,13 @@ VALUE_TWO_WIDE = Call("two_shot", words=2, grid=2, wire="sentinel")
 CHUNK = Call(words=2, wire="chunk")
 CHUNK_TWO = Call("two_shot", wire="chunk")
 CHUNK_TWO_WIDE = Call("two_shot", words=2, grid=2, wire="chunk")
+# Dispatch and combine of an exchange; `_ONE`: one of two ranks has nothing to send; `_NONE`: none has.
+OUT = Call("dispatch", words=2, grid=2, wire="chunk")
+OUT_ONE = Call("dispatch", words=2, wire="chunk", silent=frozenset({(0, 1)}))
+OUT_NONE = Call("dispatch", words=0, wire="chunk")
+BACK = Call("dispatch", words=2, grid=2, wire="sentinel")
+BACK_ONE = Call("dispatch", words=2, wire="sentinel", silent=frozenset({(1, 0)}))
+BACK_NONE = Call("dispatch", words=0, wire="sentinel")
 BYSTANDER = Call("bystander")
 RUNAWAY = Call("bystander", waits=False)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from halma.hal.testing.protocol.cases import (
     ALL_KINDS,
+    BACK,
+    BACK_NONE,
+    BACK_ONE,
     BYSTANDER,
     CAST,
     CHUNK,
@@ -14,6 +17,9 @@ from halma.hal.testing.protocol.cases import (
     MIXED,
     NOTHING,
     OURS,
+    OUT,
+    OUT_NONE,
+    OUT_ONE,
     SMALL,
     STALE,
     TALL,
@@ -83,6 +89,13 @@ PROVED: tuple[Variant, ...] = (
         "a flag a block, stored with release behind its words",
         OURS,
         ((CHUNK_TWO_WIDE, CHUNK_TWO, CHUNK, SMALL, CHUNK_TWO_WIDE, CHUNK),),
+        (2, 3),
+    ),
+    Variant(
+        "exchange",
+        "dispatch in chunks and combine with a sentinel alternate, so each has one buffer: its epochs have one parity",
+        OURS,
+        ((OUT, BACK, OUT_ONE, BACK_ONE), (OUT_ONE, BACK_ONE, OUT_NONE, BACK_NONE, OUT, BACK)),
         (2, 3),
     ),
     Variant("wrap", "epochs 1 to 5, then 2 to 5 again and again", WRAPS, STALE, (2, 3)),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from halma.hal.testing.protocol.cases import (
+    BACK_NONE,
     CAST,
     CHUNK,
     FAULTS,
     ONE_WAY,
+    OUT,
+    OUT_NONE,
+    OUT_ONE,
     RUNAWAY,
     SMALL,
     STALE,
@@ -27,6 +31,20 @@ from halma.hal.testing.protocol.system import WRONG
 
 REFUTED: tuple[Variant, ...] = (
     Variant("one-buffer", "one buffer", Rules(buffers=1), ((SMALL,) * 3,), verdict=HANG),
+    Variant(
+        "exchange-unpaired",
+        "dispatches without a combine between them, one buffer",
+        Rules(buffers=1),
+        ((OUT,) * 3,),
+        verdict=HANG,
+    ),
+    Variant(
+        "exchange-silent",
+        "an exchange in which idle ranks say nothing",
+        Rules(header=False),
+        ((OUT_NONE, BACK_NONE, OUT_ONE, BACK_NONE, OUT_ONE, BACK_NONE),),
+        verdict=HANG,
+    ),
     Variant(
         "one-slot",
         "the slot of a one-call graph, replayed back to back",
