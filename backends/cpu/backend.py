@@ -9,13 +9,18 @@ import torch
 
 from halma.backends.cpu.channel import CpuChannel
 from halma.backends.cpu.device import CpuDevice
+from halma.backends.cpu.exchange import CpuExchange
 from halma.backends.cpu.graphs import CpuGraphs
 from halma.backends.cpu.memory import CpuMemory
 from halma.backends.cpu.memory_order import store_atomicity, why_unordered
+from halma.backends.cpu.rings import CpuRings
 from halma.backends.cpu.streams import StreamState
 from halma.hal.backend import KernelSource, Stream
 from halma.hal.capabilities import Capabilities
 from halma.hal.collectives.contract import ChannelDriver, ChannelSite
+from halma.hal.collectives.exchange_contract import ExchangeDriver, ExchangeSite
+from halma.hal.collectives.exchange_geometry import Geometry
+from halma.hal.collectives.ring_contract import RingDriver, RingSite
 from halma.hal.errors import CapabilityError
 
 
@@ -116,6 +121,22 @@ class SharedMemoryCollectives:
     def channel(self, site: ChannelSite) -> ChannelDriver:
         """The driver of one channel."""
         return CpuChannel(site)
+
+    def rings(self, site: RingSite) -> RingDriver:
+        """The driver of this rank's ends of rings."""
+        return CpuRings(site)
+
+    def exchange_blocks(self, size: int) -> int:
+        """A process is one block; the number is not used."""
+        return 2
+
+    def no_exchange(self, geometry: Geometry) -> str | None:
+        """Why there is no exchange over shared memory, or None."""
+        return None
+
+    def exchange(self, site: ExchangeSite) -> ExchangeDriver:
+        """The driver of one exchange."""
+        return CpuExchange(site)
 
 
 def _has_fp8_e4m3fn() -> bool:
