@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from halma.backends.simt.expert_routes import register_for as simt_routes
+from halma.backends.triton.routes import register_for as triton_routes
 from halma.hal.backend import API_VERSION, Backend, BackendSpec, Probe
 from halma.hal.hookspecs import hookimpl
+from halma.hal.routes import RouteSpec
 
 NAME = "cuda"
 
@@ -27,3 +30,10 @@ def _factory() -> Backend:
 def halma_register_backends(register: Callable[[BackendSpec], None]) -> None:
     """Offer the backend ``cuda``."""
     register(BackendSpec(NAME, API_VERSION, probe, _factory, evidence="cuda"))
+
+
+@hookimpl
+def halma_register_routes(register: Callable[[RouteSpec], None]) -> None:
+    """Offer the kernels that CUDA and MUSA share."""
+    simt_routes(NAME, register)
+    triton_routes(NAME, register)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from halma.hal.errors import CapabilityError
 
 if TYPE_CHECKING:
     from halma.hal.collectives.contract import ChannelDriver, ChannelSite
+    from halma.hal.collectives.exchange_contract import ExchangeDriver, ExchangeSite
+    from halma.hal.collectives.exchange_geometry import Geometry
+    from halma.hal.collectives.ring_contract import RingDriver, RingSite
 
 _CHANNELS = "halma.backends.simt.channel"
+_RINGS = "halma.backends.simt.rings"
 
 
 class CudaCollectives:
@@ -47,15 +52,45 @@ class CudaCollectives:
         Raises:
             CapabilityError: kernels are not supported here, or the kernels of channels are not part of this halma.
         """
+        return self._driver(_CHANNELS, f"a channel at {site}", lambda module: module.SimtChannel(site, self._backend))
+
+    def rings(self, site: RingSite) -> RingDriver:
+        """The driver of this rank's ends of rings.
+
+        Raises:
+            CapabilityError: as :meth:`channel`.
+        """
+        mapped = self._backend.memory.mapped
+        return self._driver(_RINGS, "rings", lambda module: module.SimtRings(site, self._backend, mapped))
+
+    def _driver(self, name: str, asked: str, make: Callable[[Any], Any]) -> Any:
         reason = self._backend.kernels.unsupported()
         if reason is None:
             try:
-                return importlib.import_module(_CHANNELS).SimtChannel(site, self._backend)
+                return make(importlib.import_module(name))
             except ModuleNotFoundError as error:
-                if error.name is None or not _CHANNELS.startswith(error.name):
+                if error.name is None or not name.startswith(error.name):
                     raise
-                reason = f"{_CHANNELS} is not part of this installation"
+                reason = f"{name} is not part of this installation"
         raise CapabilityError(
-            "the cuda backend has no channel driver", asked=f"a channel at {site}", found=reason,
+            "the cuda backend has no channel driver", asked=asked, found=reason,
             do="use torch.distributed's own collectives",
         )  # fmt: skip
+
+    def exchange_blocks(self, size: int) -> int:
+        """Most blocks of a grid of which two fit the device (C16)."""
+        from halma.backends.simt import exchange
+
+        return exchange.exchange_blocks(size, self._backend.capabilities)
+
+    def no_exchange(self, geometry: Geometry) -> str | None:
+        """Why the kernels cannot do this geometry here, or None."""
+        from halma.backends.simt import exchange
+
+        return self._backend.kernels.unsupported() or exchange.no_exchange(geometry, self._backend.capabilities)
+
+    def exchange(self, site: ExchangeSite) -> ExchangeDriver:
+        """The driver of one exchange."""
+        from halma.backends.simt import exchange
+
+        return exchange.SimtExchange(site, self._backend)

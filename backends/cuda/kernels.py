@@ -52,6 +52,8 @@ class CudaKernels:
         self._index = index
         self._reason = reason
         self._capability = torch.cuda.get_device_capability(index)
+        self.shared_bytes: int = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+        """Shared memory that a block can have; a kernel's own and a launch's together."""
         self.cache = KernelCache(cache_directory())
         self._loaded: dict[str, Any] = {}
         self._configs: dict[tuple[int, int, int, bool], Any] = {}
@@ -82,7 +84,7 @@ class CudaKernels:
             if code is None:
                 cubin = self.cache.get(source, key, lambda: compiler.compile_only(source, arch))
                 code = self._loaded[key] = ObjectCode.from_cubin(cubin, name=source.name)
-            return {entry: self._entry(code, entry) for entry in entries}
+            return {entry: self._entry(code, entry, source.carveout.get(entry)) for entry in entries}
         except KernelError:
             raise
         except Exception as error:  # cuda.core has a family of errors of its own
@@ -93,11 +95,18 @@ class CudaKernels:
                 do='declare entries extern "C" __global__, and see that the driver runs this CUDA version',
             ) from error
 
-    def _entry(self, code: Any, entry: str) -> CudaKernel:
+    def _entry(self, code: Any, entry: str, carveout: int | None) -> CudaKernel:
         kernel = code.get_kernel(entry)
         # Loading is lazy otherwise: the first launch would load, and that may wait for kernels that spin.
         function = driver.call("cuKernelGetFunction", driver.bindings().CUkernel(int(kernel.handle)))
         driver.call("cuFuncLoad", function)
+        attributes = driver.bindings().CUfunction_attribute
+        fixed = driver.call("cuFuncGetAttribute", attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+        most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.call("cuFuncSetAttribute", function, most, self.shared_bytes - fixed)
+        if carveout is not None:
+            preferred = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            driver.call("cuFuncSetAttribute", function, preferred, carveout)
         return CudaKernel(entry, kernel)
 
     def launch(

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import secrets
 import struct
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
+import numpy as np
 import torch
 
 from halma.backends.cuda import driver
 from halma.hal.errors import CollectiveError
+from halma.hal.shared_file import SharedFile
 
 _HANDLE: Final = struct.Struct("<4sI16sQQ64s")  # magic, pid, token, address, bytes, the driver's handle
 _MAGIC: Final = b"hcu1"
@@ -23,6 +27,9 @@ _GRANULE: Final = 2 << 20
 """The driver shares out pieces smaller than this of one block, and a handle opens the whole block to the peer."""
 _LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _CANNOT_OPEN_OWN: Final = 201  # CUDA_ERROR_INVALID_CONTEXT: the handle is of this very process
+
+_PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_DEVICEMAP: Final = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
 
 _token: tuple[int, bytes] = (0, b"")
 
@@ -88,6 +95,41 @@ class CudaShared:
             driver.call(self._close, driver.bindings().CUdeviceptr(self._address))
 
 
+class MappedFile:
+    """Host memory that processes share, page-locked, as kernels of this device reach it at :attr:`address`.
+
+    The driver locks a range once a process, so ranks that are streams of one process share the lock.
+    """
+
+    def __init__(self, file: SharedFile, index: int) -> None:
+        view: Any = np.frombuffer(file.mapping, np.uint8)
+        host = int(view.ctypes.data)
+        driver.ensure_context(index)
+        if not _locked[host]:
+            driver.call("cuMemHostRegister", host, view.size, _PORTABLE | _DEVICEMAP)
+        _locked[host] += 1
+        self._release = weakref.finalize(self, _unlock, host, index, view)  # keeps it mapped until then
+        self._release.atexit = False
+        self.address = int(driver.call("cuMemHostGetDevicePointer", host, 0))
+
+    def close(self) -> None:
+        """Unlock it, once no kernel of this process writes there any more; twice is once."""
+        self._release()
+
+
+_locked: Counter[int] = Counter()
+"""Address -> how many of this process's mappings hold it page-locked."""
+
+
+def _unlock(host: int, index: int, view: Any) -> None:
+    driver.ensure_context(index)
+    torch.cuda.synchronize(index)
+    _locked[host] -= 1
+    if not _locked[host]:
+        driver.call("cuMemHostUnregister", host)
+        del _locked[host]
+
+
 _own: dict[int, int] = {}
 """Address -> bytes of what this process exported and has not closed."""
 
@@ -119,6 +161,22 @@ class CudaMemory:
             return torch.empty(pinned.shape, dtype=pinned.dtype, device=self._device)
         flat = torch.as_tensor(DeviceBytes(pinned.data_ptr(), pinned.nbytes, pinned), device=self._device)
         return flat.view(pinned.dtype).view(pinned.shape)
+
+    def mapped(self, file: SharedFile) -> MappedFile:
+        """Shared host memory, whole pages of it, for kernels of this device.
+
+        Raises:
+            CollectiveError: the driver cannot lock its pages.
+        """
+        try:
+            return MappedFile(file, self._index)
+        except driver.DriverError as error:
+            raise CollectiveError(
+                "host memory of another process cannot be reached by this device",
+                asked=f"{file.nbytes:,} bytes, page-locked",
+                found=str(error),
+                do="allow the process to lock memory (ulimit -l)",
+            ) from error
 
     def not_exportable(self) -> str | None:
         """What is missing to give memory to peers; torch's allocator settings do not matter, see the module."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from halma.backends.simt import mixed
+from halma.backends.simt.control_block import ControlBlock
 from halma.backends.simt.geometry import MOST_THREADS, Geometry, geometry, most_blocks, norm_threads, room
-from halma.backends.simt.records import FaultRecord, read_flight
 from halma.backends.simt.sources import DTYPES, SITE_FIELDS, UNITS, Target, source
-from halma.hal.arena.layout import MAX_BLOCKS, Lane
+from halma.hal.arena.layout import Lane
 from halma.hal.backend import Backend, Stream
-from halma.hal.collectives import control
 from halma.hal.collectives.choice import MIXING_WAY, name_of
 from halma.hal.collectives.contract import (
     FLIGHT_BYTES,
@@ -107,24 +106,21 @@ class SimtChannel:
         for name in units:
             unit = source(name, site.size, target, without=without)
             self._kernels.update(backend.kernels.load(unit, UNITS[name].entries))
-        self._control = site.own.tensor[layout.control : layout.control + control.CONTROL_BYTES]
-        self._side = backend.device.new_stream(f"{layout.name} settings")
-        self._record = FaultRecord(backend)
+        self._block = ControlBlock(site, backend, layout.name)
+        self._control = self._block.memory
         self._table = self._site_table()
         self._prefix = (
             *(peer.address for peer in site.peers),
             site.own.address,
             self._table.data_ptr(),
-            site.own.address + layout.control,
+            self._block.address,
         )
         self._plans: dict[int, _Plan] = {}
-        self._set_words(control.FAULT_PLACE, struct.pack("<Q", self._record.address))
-        self._set_words(control.BOUND, struct.pack("<Q", site.bound_ns))
-        if site.first_epoch:
-            self._set_epoch(site.first_epoch)
 
     def _wanted(self, unit: str) -> bool:
         layout = self.site.layout
+        if not UNITS[unit].channel:
+            return False
         if unit == "staged":
             return layout.staging is not None
         if unit == "streams":
@@ -338,49 +334,28 @@ class SimtChannel:
     # --------------------------------------------------------------------------------------------- records
     def error(self) -> ErrorRecord | None:
         """The sticky fault, if there is one; a read of host memory, also while the device hangs."""
-        return self._record.read()
+        return self._block.error()
 
     def flight(self) -> Sequence[FlightEntry]:
         """The calls this rank started last, oldest first; a read of host memory, also while the device hangs."""
-        return read_flight(self.site.recorder)
+        return self._block.flight()
 
     def set_bound(self, bound_ns: int) -> None:
         """Device state: captured calls take it at their next look at the clock."""
-        self._set_words(control.BOUND, struct.pack("<Q", bound_ns))
+        self._block.set_bound(bound_ns)
 
     def epoch(self) -> int:
         """The channel's epoch now; the device must be idle."""
-        return struct.unpack("<I", self._words(control.EPOCH_CELLS, 4))[0]
+        return self._block.epoch()
 
     def rearm(self, epoch: int) -> None:
         """See the contract: clears the fault, refills every lane, sets every epoch cell."""
-        own = self.site.own.tensor
-        with self._side:
-            for lane in self.site.layout.lanes.values():
-                own[lane.offset : lane.offset + lane.nbytes].fill_(lane.fill)
-            self._control[control.FAULT : control.FAULT_PLACE].zero_()
-        self._side.synchronize()
-        self._record.clear()
-        self._set_epoch(epoch)
+        self._block.rearm(epoch, self.site.layout.lanes.values())
 
     def close(self) -> None:
         """Forget device handles."""
         self._plans.clear()
         self._kernels.clear()
-
-    def _set_epoch(self, epoch: int) -> None:
-        self._set_words(control.EPOCH_CELLS, struct.pack("<I", epoch) * MAX_BLOCKS)
-
-    def _words(self, offset: int, nbytes: int) -> bytes:
-        with self._side:
-            return self._control[offset : offset + nbytes].cpu().numpy().tobytes()
-
-    def _set_words(self, offset: int, raw: bytes) -> None:
-        import torch
-
-        with self._side:
-            self._control[offset : offset + len(raw)].copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-        self._side.synchronize()
 
 
 def _kernel_name(call: Call, way: str, fused: bool, row_units: int, place: Geometry) -> str:

@@ -38,11 +38,13 @@ _WORDS = f"{_STRESS}::test_words"
 _SENTINEL = f"{_STRESS}::test_sentinel"
 _CHUNKS = f"{_STRESS}::test_chunks"
 _STAGED = f"{_STRESS}::test_staged"
+_EXCHANGE = "tests/gpu/exchange/test_exchange.py::test_replays_with_fresh_routing"
 _MIXED = f"{_STRESS}::test_mixed_grids"
 _STREAMS = "tests/gpu/collectives/test_streams.py::test_back_to_back_replays"
 _FAULTS = "tests/gpu/collectives/test_faults.py::test_a_rank_is_missing"
 _HANGS = "tests/gpu/collectives/test_faults.py::test_a_fault_is_read_while_the_device_hangs"
 _WRAP = "tests/gpu/collectives/test_interleaved.py::test_old_flags_are_scrubbed"
+_RINGS = "tests/gpu/roles/test_rings.py::test_items_of_every_size"
 _FLIGHT = "tests/gpu/collectives/test_faults.py::test_the_flight_recorder_names_the_straggler"
 
 TABLE: Final = (
@@ -93,6 +95,13 @@ TABLE: Final = (
         _SENTINEL,
     ),
     Order("CHUNK_STORE", "store16_relaxed", None, "ordered by the release that follows the block's barrier", _CHUNKS),
+    Order(
+        "SCALE_STORE",
+        "store4_relaxed",
+        "store4_relaxed",
+        "of a row on its way, ordered like the row by the release that follows the warp's barrier",
+        _EXCHANGE,
+    ),
     Order("CHUNK_LOAD", "load16_relaxed", None, "behind an acquire by another thread and the block's barrier", _CHUNKS),
     Order(
         "FLAG_PUBLISH",
@@ -184,6 +193,37 @@ TABLE: Final = (
         _HANGS,
     ),
     Order("BOUND_LOAD", "load8_relaxed", "load8_relaxed", "written by the host; seen at the next look", _FAULTS),
+    Order(
+        "RING_HEADER_STORE",
+        "store8_relaxed",
+        "store8_relaxed",
+        "an item's header to its receiver's host: value and number are one word of 8 bytes, so words need no order; "
+        "below 8-byte atomicity numbers go behind FAULT_FENCE instead",
+        _RINGS,
+    ),
+    Order("RING_STORE", "store4_relaxed", "store4_relaxed", "ordered by RING_PUBLISH, or by BEFORE_EXCHANGE", _RINGS),
+    Order(
+        "RING_PUBLISH",
+        "store4_release",
+        None,
+        "as FLAG_PUBLISH; where stores are unknown the flag goes by BEFORE_EXCHANGE and FLAG_EXCHANGE instead",
+        _RINGS,
+    ),
+    Order(
+        "RING_LOAD",
+        "load4_relaxed",
+        "load4_relaxed",
+        "behind FLAG_WAIT by one thread and the block's barrier; bypasses L1, where the item before may have left the "
+        "line",
+        _RINGS,
+    ),
+    Order(
+        "RING_CREDIT_STORE",
+        "store4_relaxed",
+        "store4_relaxed",
+        "what it gives back was read by a kernel that ended before this one began",
+        _RINGS,
+    ),
     Order(
         "SCRUB_STORE",
         "store16_relaxed",

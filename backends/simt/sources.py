@@ -12,7 +12,7 @@ from halma.backends.simt import memory_order
 from halma.hal.arena.layout import HEADER_BYTES
 from halma.hal.backend import KernelSource
 from halma.hal.capabilities import Capabilities, Unknown
-from halma.hal.collectives import control, mixing
+from halma.hal.collectives import control, exchange_limits, mixing, ring_plan
 from halma.hal.collectives.contract import FLIGHT_BYTES, WORLD_SIZES
 from halma.hal.errors import KernelError
 
@@ -20,7 +20,20 @@ DTYPES: Final = ("bfloat16", "float16", "float32")
 MIXED_DTYPES: Final = ("bfloat16", "float16")
 ROW_COUNTS: Final = (1, 2, 4, 8)
 """That the kernels of streams.cu are written for; a call takes the first that holds its rows."""
-HEADERS: Final = ("dialect.h", "channel.h", "numbers.h", "push.h", "chunks.h", "norm.h")
+HEADERS: Final = (
+    "dialect.h",
+    "channel.h",
+    "numbers.h",
+    "push.h",
+    "chunks.h",
+    "norm.h",
+    "exchange.h",
+    "exchange_send.h",
+    "exchange_sort.h",
+    "exchange_sums.h",
+)
+EXCHANGE: Final = ("dispatch", "combine")
+"""Units that an exchange loads (:class:`halma.backends.simt.exchange.SimtExchange`), and no channel."""
 SITE_FIELDS: Final = (
     "headers",
     "words",
@@ -43,15 +56,55 @@ SITE_FIELDS: Final = (
     "parts",
 )
 """Names of ``SiteField`` in channel.h, in its order."""
+RING_FIELDS: Final = (
+    "rank",
+    "attention",
+    "ffn",
+    "depth",
+    "max_tokens",
+    "choices",
+    "row_units",
+    "reply_units",
+    "slots",
+    "credits",
+    "item_bytes",
+    "item_ids",
+    "item_weights",
+    "item_rows",
+    "reply_bytes",
+    "reply_rows",
+    "sent",
+    "collected",
+    "filled",
+    "taken",
+    "rows",
+    "tokens",
+    "place",
+)
+"""Names of ``RingField`` in ring.cu, in its order."""
+COLLECTED: Final = (
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("float32", "float32"),
+)
+"""Dtypes of replies, and of what they are added up to."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A translation unit and its kernels. ``push``: it needs loads that bypass the first-level cache."""
+    """A translation unit and its kernels.
+
+    Attributes:
+        push: it needs loads that bypass the first-level cache.
+        channel: it is for channels; the others' drivers load their own.
+    """
 
     file: str
     entries: tuple[str, ...]
     push: bool
+    channel: bool = True
 
 
 def _by_dtype(*names: str) -> tuple[str, ...]:
@@ -78,6 +131,13 @@ UNITS: Final = {
         tuple(f"streams_{rows}_{dtype}" for dtype in MIXED_DTYPES for rows in (*ROW_COUNTS, "wide")),
         True,
     ),
+    "dispatch": Unit("dispatch.cu", ("dispatch_plain", "dispatch_fp8"), True, channel=False),
+    "combine": Unit(
+        "combine.cu",
+        ("combine_bfloat16", "combine_bfloat16_wide", "combine_float32"),
+        True,
+        channel=False,
+    ),
     "norm_alone": Unit("norm_alone.cu", _by_dtype("norm_alone", "norm_alone_wide"), False),
     "staged": Unit(
         "staged.cu",
@@ -88,6 +148,12 @@ UNITS: Final = {
             "barrier_staged",
         ),
         False,
+    ),
+    "ring": Unit(
+        "ring.cu",
+        ("ring_plan", "ring_send", *(f"ring_collect_{a}_{b}" for a, b in COLLECTED), "ring_take", "ring_reply"),
+        False,
+        channel=False,
     ),
 }
 
@@ -126,7 +192,8 @@ class Target:
 
 
 @cache
-def _text(name: str) -> str:
+def text_of(name: str) -> str:
+    """The text of a file of ``kernels/``."""
     return (files("halma.backends.simt") / "kernels" / name).read_text(encoding="utf-8")
 
 
@@ -153,18 +220,26 @@ def source(unit: str, size: int, target: Target, *, without: tuple[str, ...] = (
         "HALMA_HEADER_BYTES": f"{HEADER_BYTES}u",
         "HALMA_FLIGHT_BYTES": f"{FLIGHT_BYTES}u",
         "HALMA_SITE_FIELDS": str(len(SITE_FIELDS)),
+        "HALMA_RING_FIELDS": str(len(RING_FIELDS)),
+        "HALMA_RING_FLAGS": f"{ring_plan.FLAGS}u",
+        "HALMA_RING_SPLITS": f"{ring_plan.SPLITS}u",
+        "HALMA_RING_HEADER_WORDS": f"{len(ring_plan.HEADER_WORDS)}u",
+        "HALMA_RING_HEADER_BYTES": f"{ring_plan.HEADER_BYTES}u",
         "HALMA_PART_ROWS": f"{mixing.MOST_ROWS}u",
         "HALMA_PART_SUMS": f"{mixing.SUMS}u",
         "HALMA_PART_BLOCKS": f"{mixing.MOST_BLOCKS}u",
         "HALMA_MIX_GROUPS": f"{mixing.MOST_GROUPS}u",
+        "HALMA_EXCHANGE_PARTS": f"{exchange_limits.PARTS}u",
+        "HALMA_EXCHANGE_LOCAL": f"{exchange_limits.MOST_EXPERTS}u",
+        "HALMA_EXCHANGE_SORTERS": f"{exchange_limits.SORTERS}u",
         **({} if target.clock_khz is None else {"HALMA_CLOCK_KHZ": f"{target.clock_khz}ull"}),
         **control.defines(),
         **memory_order.defines(target.dialect),
         **{f"HALMA_MEASURE_WITHOUT_{part.upper()}": "1" for part in without},
     }
-    return KernelSource(f"{unit}_{size}", _text(UNITS[unit].file), headers(), defines)
+    return KernelSource(f"{unit}_{size}", text_of(UNITS[unit].file), headers(), defines)
 
 
 def headers() -> Mapping[str, str]:
     """Every header of the dialect by the name it is included by."""
-    return {name: _text(name) for name in HEADERS}
+    return {name: text_of(name) for name in HEADERS}

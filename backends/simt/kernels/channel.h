@@ -44,7 +44,8 @@ struct Args {
   u8* out;
   u64 lane;          // one-shot push: offset of its lane; chunks: units of a shard | of a piece << 32;
                      // staged: offset of this rank's staging in every arena
-  u64 box;           // one-shot push: bytes of a box; chunks: pieces a block; staged: from its even half to the odd
+  u64 box;           // one-shot push: bytes of a box; chunks: pieces a block; staged: from its even half to the odd;
+                     // dispatch: blocks that sort
 };
 
 #if SIZE == 2
@@ -87,16 +88,16 @@ struct Turn {
 DEVICE u32 after(u32 epoch) { return epoch == HALMA_EPOCH_LAST ? HALMA_EPOCH_AFTER_LAST : epoch + 1u; }
 DEVICE bool later(u32 seen, u32 expected) { return seen != 0u && static_cast<int>(seen - expected) > 0; }
 
-// Where a thread stands. `apart`: the last block does nothing but the header, for kernels whose barriers every warp of
-// a block must join.
-DEVICE Turn stand(const Args& a, bool apart = false) {
+// Where a thread stands. `apart`: so many blocks, the last ones, move no data; the first of them does the header, for
+// kernels whose barriers every warp of a block must join.
+DEVICE Turn stand(const Args& a, u32 apart = 0u) {
   Turn t;
-  u32 blocks = apart ? gridDim.x - 1u : gridDim.x;
+  u32 blocks = gridDim.x - apart;
   t.threads = blockDim.x - HALMA_WARP;
   t.spare = threadIdx.x >= t.threads;
   t.first = blockIdx.x * t.threads + threadIdx.x;
   t.stride = blocks * t.threads;
-  t.header = apart ? blocks : 0u;
+  t.header = apart != 0u ? blocks : 0u;
   t.headers = t.recorder = t.entries = 0u;
   if (t.spare && blockIdx.x == t.header) {  // never changes, so it may be read before the wait
     t.headers = a.site[SITE_HEADERS], t.recorder = a.site[SITE_RECORDER], t.entries = a.site[SITE_RECORDER_ENTRIES];
@@ -118,7 +119,7 @@ DEVICE void start(const Args& a, Turn& t) {
   t.fault = HALMA_ORDER_FAULT_LOAD(fault);
 }
 DEVICE void settle(Turn& t) { t.epoch = after(t.epoch); }
-DEVICE Turn enter(const Args& a, bool apart = false) {
+DEVICE Turn enter(const Args& a, u32 apart = 0u) {
   Turn t = stand(a, apart);
   start(a, t);
   settle(t);

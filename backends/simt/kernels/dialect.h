@@ -101,17 +101,24 @@ DEVICE u32 compare_exchange4(void* to, u32 expected, u32 value) {
 DEVICE void block_barrier() { asm volatile("barrier.sync 0;" ::: "memory"); }
 // A barrier, and whether `mine` holds for any thread of the block.
 DEVICE bool block_any(bool mine) { return __syncthreads_or(mine) != 0; }
+// What lanes of a warp wrote to shared memory is there for the others.
+DEVICE void warp_barrier() { __syncwarp(static_cast<u32>((1ull << HALMA_WARP) - 1)); }
 #if HALMA_USES_PUSH
 // Barrier 1 in two halves: `threads` threads in all, of which those that only arrive do not wait.
 DEVICE void barrier_arrive(u32 threads) { asm volatile("barrier.arrive 1, %0;" ::"r"(threads) : "memory"); }
 DEVICE void barrier_await(u32 threads) { asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); }
-// What lanes of a warp wrote to shared memory is there for the others.
-DEVICE void warp_barrier() { __syncwarp(static_cast<u32>((1ull << HALMA_WARP) - 1)); }
 // Barrier 2, among the first `threads` threads of the block alone.
 DEVICE void barrier_among(u32 threads) { asm volatile("barrier.sync 2, %0;" ::"r"(threads) : "memory"); }
 // The address is known from here on: arithmetic that would otherwise be done when time is short.
 DEVICE void settle_address(u8*& address) { asm volatile("" : "+l"(address)); }
 DEVICE void settle_address(const u8*& address) { asm volatile("" : "+l"(address)); }
+// Of all lanes of a warp: their words or-ed together; those whose word is the same, as bits; and bits counted. On shared
+// memory: a sum whose order does not matter.
+DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), mine); }
+DEVICE u32 warp_alike(u32 mine) { return __match_any_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), mine); }
+DEVICE u32 count_bits(u32 word) { return static_cast<u32>(__popc(word)); }
+DEVICE u32 lowest_bit(u32 word) { return static_cast<u32>(__ffs(static_cast<int>(word))) - 1u; }  // of one that is not 0
+DEVICE void shared_add(u32* to, u32 value) { atomicAdd(to, value); }
 // Ordinary loads that are under way from here on, without a branch that would first wait for something else; where
 // `wanted` is false nothing is read and the value is 0.
 DEVICE u64 load8_now(const void* from, bool wanted) {
