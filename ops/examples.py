@@ -12,6 +12,7 @@ import torch
 
 from halma.hal.testing.examples import Arguments, OpExample, examples
 from halma.ops import families as _families  # noqa: F401  (defines every op)
+from halma.ops import grouped_examples as _grouped_examples  # noqa: F401  (experts by group)
 from halma.ops import speculation_examples as _speculation_examples  # noqa: F401  (the token state)
 from halma.ops import state_examples as _state_examples  # noqa: F401  (the ops that keep state)
 from halma.ops.draws import Draw, example

@@ -11,6 +11,7 @@ from halma.hal.workspace import Workspace
 from halma.ops.linear import ROW_ALIGNMENT, aligned_rows
 from halma.ops.quant import accumulator, decode_weight, round_fp8_blocks, widened
 from halma.ops.weight import FP8_BLOCK, PLAIN, Weight
+from halma.ops.weight_table import WeightTable
 
 PAIRS_AT_ONCE = 16
 """Chosen experts whose weights the reference copies at a time: its scratch is this many experts, whatever M."""
@@ -63,6 +64,7 @@ def sum_of_choices(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 @op(
     "expert_ffn",
     out=lambda x, ids, weights, gate_up, down, limit: Spec(tuple(x.shape), accumulator(x.dtype)),
+    padded=True,
 )
 def expert_ffn(
     x: torch.Tensor,
@@ -94,22 +96,23 @@ def expert_ffn(
     pairs = rows * choices
     flat = ids.view(pairs)
     entry = aligned_rows((pairs, width), acc, ws)
-    entry.unflatten(0, (rows, choices)).copy_(_rounded(widened(x, ws), gate_up, ws).unsqueeze(1))
+    entry.unflatten(0, (rows, choices)).copy_(rounded_rows(widened(x, ws), gate_up, ws).unsqueeze(1))
     hidden = ws.take((pairs, 2 * inner), acc)
     active = aligned_rows((pairs, inner), acc, ws)
     scratch = ws.take((pairs, inner), acc)
     result = ws.take((pairs, width), acc)
-    _chosen_products(entry, flat, gate_up, hidden, ws)
+    chosen_products(entry, flat, gate_up, hidden, ws)
     gate, up = hidden.chunk(2, 1)
     swiglu_rows(gate, up, limit, active, scratch)
     active.mul_(weights.view(pairs, 1))
     if down.activation is not None:
         round_fp8_blocks(active, FP8_BLOCK, active, ws)
-    _chosen_products(active, flat, down, result, ws)
+    chosen_products(active, flat, down, result, ws)
     sum_of_choices(result.view(rows, choices, width).unbind(1), out)
 
 
-def _rounded(x: torch.Tensor, weight: Weight, ws: Workspace) -> torch.Tensor:
+def rounded_rows(x: torch.Tensor, weight: Weight | WeightTable, ws: Workspace) -> torch.Tensor:
+    """x [M, K] acc as a product with ``weight`` reads it: itself, or rounded to e4m3 per 128 channels in scratch."""
     if weight.activation is None:
         return x
     rounded = ws.take(tuple(x.shape), x.dtype)
@@ -117,12 +120,19 @@ def _rounded(x: torch.Tensor, weight: Weight, ws: Workspace) -> torch.Tensor:
     return rounded
 
 
-def _chosen_products(x: torch.Tensor, ids: torch.Tensor, stack: Weight, out: torch.Tensor, ws: Workspace) -> None:
-    """out[p] = stack[ids[p]] . x[p] for every pair p, a few pairs at a time."""
+def chosen_products(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    stack: Weight | WeightTable,
+    out: torch.Tensor,
+    ws: Workspace,
+    layer: torch.Tensor | None = None,
+) -> None:
+    """out[p] = stack[ids[p]] . x[p] for every pair p, a few pairs at a time; ``layer`` [1] int32 picks from a table."""
     pairs = x.shape[0]
     node = ws.enter("tile")
     try:
-        tile = _Tile(stack, min(PAIRS_AT_ONCE, pairs), x.dtype, ws)
+        tile = _Tile(stack, min(PAIRS_AT_ONCE, pairs), x.dtype, ws, layer)
         for first in range(0, pairs, PAIRS_AT_ONCE):
             last = min(first + PAIRS_AT_ONCE, pairs)
             matrices = tile.fill(ids[first:last], ws)
@@ -139,32 +149,58 @@ class _Tile:
     size must not lie at an address that depends on its place in the tile.
     """
 
-    def __init__(self, stack: Weight, size: int, dtype: torch.dtype, ws: Workspace) -> None:
-        _, rows, columns = stack.shape
+    def __init__(
+        self, stack: Weight | WeightTable, size: int, dtype: torch.dtype, ws: Workspace, layer: torch.Tensor | None
+    ) -> None:
+        self._layers = stack.layers if isinstance(stack, WeightTable) else (stack,)
+        first = self._layers[0]
+        _, rows, columns = first.shape
         unit = ROW_ALIGNMENT // dtype.itemsize
         padded = -(-rows * columns // unit) * unit
-        self._stack = stack
+        self._format = first.format
         self._wide = ws.take((size, padded), dtype)[:, : rows * columns].unflatten(1, (rows, columns))
-        self._direct = stack.format == PLAIN and stack.data.dtype is dtype
-        self._data = self._wide if self._direct else ws.take((size, *stack.data.shape[1:]), stack.data.dtype)
-        scale = stack.scale
+        self._direct = first.format == PLAIN and first.data.dtype is dtype
+        self._data = self._wide if self._direct else ws.take((size, *first.data.shape[1:]), first.data.dtype)
+        scale = first.scale
         self._scale = None if scale is None else ws.take((size, *scale.shape[1:]), scale.dtype)
+        self._chosen: torch.Tensor | None = None
+        if layer is not None:
+            count = len(self._layers)
+            numbers = torch.arange(count, out=ws.take((count,), layer.dtype))
+            self._chosen = torch.eq(numbers, layer, out=ws.take((count,), torch.bool))
 
     def fill(self, ids: torch.Tensor, ws: Workspace) -> torch.Tensor:
         """The matrices [len(ids), N, K] in the tile's dtype, until the next fill."""
         count = ids.shape[0]
         wide = self._wide[:count]
-        _gather(self._stack.data, ids, self._data[:count])
+        self._pick([weight.data for weight in self._layers], ids, self._data[:count], ws)
         if not self._direct:
             scale = None if self._scale is None else self._scale[:count]
-            if scale is not None and self._stack.scale is not None:
-                _gather(self._stack.scale, ids, scale)
+            if scale is not None:
+                self._pick([weight.scales for weight in self._layers], ids, scale, ws)
             node = ws.enter("decode")
             try:
-                decode_weight(Weight(self._data[:count], scale, self._stack.format), wide, ws)
+                decode_weight(Weight(self._data[:count], scale, self._format), wide, ws)
             finally:
                 ws.leave(node)
         return wide
+
+    def _pick(self, sources: Sequence[torch.Tensor], ids: torch.Tensor, out: torch.Tensor, ws: Workspace) -> None:
+        """sources[layer][ids] -> out; every layer's is gathered, for the host does not know which it is."""
+        _gather(sources[0], ids, out)
+        if self._chosen is None or len(sources) == 1:
+            return
+        node = ws.enter("layers")
+        try:
+            other = ws.take(tuple(out.shape), out.dtype)
+            for position, source in enumerate(sources[1:], 1):
+                _gather(source, ids, other)
+                mine, theirs = out, other
+                if out.dtype.itemsize == 1:  # where does not know the fp8 types
+                    mine, theirs = out.view(torch.uint8), other.view(torch.uint8)
+                torch.where(self._chosen[position], theirs, mine, out=mine)
+        finally:
+            ws.leave(node)
 
 
 def _gather(source: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ def widened(x: torch.Tensor, ws: Workspace) -> torch.Tensor:
     return x if x.dtype == dtype else ws.take(x.shape, dtype).copy_(x)
 
 
-@op("round_activation", out=lambda x: like(x))
+@op("round_activation", out=lambda x: like(x), padded=True)
 def round_activation(x: torch.Tensor, *, out: torch.Tensor, ws: Workspace) -> None:
     """x [.., K] -> like x: the input of an fp8 or fp4 product, to e4m3 with one scale per 128 channels."""
     round_fp8_blocks(x, FP8_BLOCK, out, ws)

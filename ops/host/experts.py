@@ -32,7 +32,7 @@ def plain_in_accumulator(call: Call) -> str | None:
     return None
 
 
-class _Rounding:
+class Rounding:
     """Rounds a tensor in place to e4m3 per 128 channels, again and again, in scratch taken once.
 
     A launch may not take from the workspace, so it stands in for it: the n-th take of every run is one view.
@@ -82,8 +82,8 @@ def expert_rows(
     offsets = (x.storage_offset() | x.stride(0)) * acc.itemsize
     direct = x.dtype is acc and gate_up.activation is None and offsets % ROW_ALIGNMENT == 0
     entry = x if direct else aligned_rows((rows, width), acc, ws)
-    round_entry = _Rounding(entry, ws) if gate_up.activation else None
-    round_active = _Rounding(active, ws) if down.activation else None
+    round_entry = Rounding(entry, ws) if gate_up.activation else None
+    round_active = Rounding(active, ws) if down.activation else None
     arrays = HostArrays(ids.view(pairs), weights.view(pairs, 1), entry, hidden, active, scratch, result, out)
     stacks = HostArrays(gate_up.data, down.data)
     dot = np.dot
@@ -99,7 +99,7 @@ def expert_rows(
         with np.errstate(all="ignore"):  # padding rows hold anything
             for pair, expert in enumerate(chosen):
                 dot(first[expert], entries[pair // choices], hiddens[pair])
-            _swiglu(hiddens[:, :inner], hiddens[:, inner:], limit, actives, space)
+            swiglu_arrays(hiddens[:, :inner], hiddens[:, inner:], limit, actives, space)
             np.multiply(actives, factors, out=actives)
             if round_active is not None:
                 round_active()
@@ -124,12 +124,12 @@ def swiglu(gate_up: torch.Tensor, limit: float, *, out: torch.Tensor, ws: Worksp
     def launch() -> None:
         both, result, scratch = arrays()
         with np.errstate(all="ignore"):  # padding rows hold anything
-            _swiglu(both[:, :inner], both[:, inner:], limit, result, scratch)
+            swiglu_arrays(both[:, :inner], both[:, inner:], limit, result, scratch)
 
     return launch
 
 
-def _swiglu(gate: Array, up: Array, limit: float, out: Array, scratch: Array) -> None:
+def swiglu_arrays(gate: Array, up: Array, limit: float, out: Array, scratch: Array) -> None:
     """gate, up [P, I] -> out [P, I]: silu(min(gate, limit)) * clamp(up, -limit, limit)."""
     np.minimum(gate, limit, out=out)
     np.negative(out, out=scratch)
