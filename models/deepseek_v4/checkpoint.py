@@ -168,17 +168,17 @@ def load_source(
     survey, planned = _survey(config, options, source)
     survey.check()
     _check_fit(Sizes(planned.nbytes, survey.read_bytes, survey.largest_read), state_bytes, limits, source.label)
-    notes += _notes(survey, source)
+    notes += _notes(survey, source) if options.experts is True else []
     loader = Loader(options, source, survey.read_bytes, progress)
     with torch.no_grad():
-        weights = assemble(config, loader, mtp=options.drafter)
+        weights = assemble(config, loader, mtp=options.drafter, experts=options.experts)
     return Checkpoint(config, weights, options, tuple(notes))
 
 
 def _survey(config: V4Config, options: LoadOptions, source: TensorSource | None) -> tuple[Survey, V4Weights]:
     check_world(config, options.world)
     survey = Survey(config, options, source)
-    return survey, assemble(config, survey, mtp=options.drafter)
+    return survey, assemble(config, survey, mtp=options.drafter, experts=options.experts)
 
 
 def _check_fit(sizes: Sizes, state_bytes: int, limits: Sequence[MemoryLimit], asked: str) -> None:

@@ -128,6 +128,7 @@ class Flight:
             step.event.synchronize()
         self._events.append(step.event)
         self._runner.model.ranks.poll()
+        self._runner.model.experts.poll()
         emitted = self._runner.log[step.number % LOG_STEPS, : len(step.rows)].tolist()
         for generation, count, judged in zip(step.rows, emitted, step.judged, strict=True):
             generation.flying -= 1

@@ -21,6 +21,7 @@ from halma.models.deepseek_v4.weights import (
     LayerWeights,
     MtpWeights,
     V4Weights,
+    no_weight,
 )
 from halma.ops.weight import Weight
 
@@ -73,23 +74,43 @@ class Builder(Protocol):
         ...
 
 
-def assemble(config: V4Config, build: Builder, *, mtp: bool) -> V4Weights:
-    """The whole model, with the MTP modules or without.
+def assemble(
+    config: V4Config, build: Builder, *, mtp: bool, experts: bool | tuple[int, int] = True
+) -> V4Weights:
+    """The whole model, with the MTP modules or without; without its experts, or with a part of them, where other ranks
+    hold them.
 
     Experts are divided by their intermediate width, the shared one too. Whole experts a rank would need as many
     all-reduces, but then at batch 1 the busiest of 8 ranks reads 2.2 of a token's 6 experts in place of 0.75.
     """
     vocab, width = config.vocab_size, config.hidden_size
-    walk = _Walk(config, build)
+    held = ((0, config.n_routed_experts) if experts else None) if isinstance(experts, bool) else experts
+    walk = _Walk(config, build, held)
     return V4Weights(
         embed=walk.matrix(width, ("embed", vocab), role=DENSE, split=ROWS),
         head=walk.matrix(width, ("head", vocab), role=DENSE, split=ROWS),
         norm=build.vector("norm.weight", (width,)),
         hc_head=walk.hyper_head(""),
         layers=tuple(
-            walk.layer(f"layers.{index}", kind, config.hashed(index)) for index, kind in enumerate(config.layers)
+            walk.layer(f"layers.{index}", kind, config.hashed(index), index) for index, kind in enumerate(config.layers)
         ),
-        mtp=tuple(walk.mtp(f"mtp.{index}", kind) for index, kind in enumerate(config.mtp_layers)) if mtp else (),
+        mtp=tuple(walk.mtp(index, kind) for index, kind in enumerate(config.mtp_layers)) if mtp else (),
+    )
+
+
+def assemble_experts(
+    config: V4Config, build: Builder, *, mtp: bool, first: int, last: int
+) -> tuple[FfnWeights, ...]:
+    """Experts ``first`` .. ``last`` - 1 of every layer, and the shared one: what an FFN rank holds.
+
+    By number of the layer, with the MTP modules' behind those of the model.
+    """
+    walk = _Walk(config, build, (first, last))
+    stems = [f"layers.{index}" for index in range(config.num_hidden_layers)]
+    stems += [f"mtp.{index}" for index in range(config.num_mtp)] if mtp else []
+    return tuple(
+        FfnWeights(no_weight(), None, None, *walk.experts(f"{stem}.ffn"), layer=number)
+        for number, stem in enumerate(stems)
     )
 
 
@@ -97,6 +118,8 @@ def assemble(config: V4Config, build: Builder, *, mtp: bool) -> V4Weights:
 class _Walk:
     config: V4Config
     build: Builder
+    held: tuple[int, int] | None
+    """Routed experts of this rank, from, to; None: others hold all experts."""
 
     def matrix(
         self, columns: int, *parts: tuple[str, int], role: str = LINEAR, rounds: bool = False, split: str | None = None
@@ -119,7 +142,7 @@ class _Walk:
             scale=self.build.vector(f"{prefix}_scale", (scales,)),
         )
 
-    def layer(self, prefix: str, kind: LayerKind, hashed: bool) -> LayerWeights:
+    def layer(self, prefix: str, kind: LayerKind, hashed: bool, number: int) -> LayerWeights:
         width = (self.config.hidden_size,)
         return LayerWeights(
             attn_norm=self.build.vector(f"{prefix}.attn_norm.weight", width),
@@ -127,7 +150,7 @@ class _Walk:
             hc_attn=self.hyper(f"{prefix}.hc_attn"),
             hc_ffn=self.hyper(f"{prefix}.hc_ffn"),
             attn=self.attention(f"{prefix}.attn", kind),
-            ffn=self.ffn(f"{prefix}.ffn", hashed),
+            ffn=self.ffn(f"{prefix}.ffn", hashed, number),
         )
 
     def attention(self, prefix: str, kind: LayerKind) -> AttentionWeights:
@@ -169,32 +192,36 @@ class _Walk:
             compressor=self.compressor(f"{prefix}.compressor", c.index_head_dim, kind),
         )
 
-    def ffn(self, prefix: str, hashed: bool) -> FfnWeights:
+    def ffn(self, prefix: str, hashed: bool, number: int) -> FfnWeights:
         c = self.config
-        experts, width, inner = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
-        shared = f"{prefix}.shared_experts"
-        up = tuple(
-            (Part(f"{prefix}.experts.{e}.w1", inner), Part(f"{prefix}.experts.{e}.w3", inner)) for e in range(experts)
-        )
-        down = tuple((Part(f"{prefix}.experts.{e}.w2", width),) for e in range(experts))
+        count, width = c.n_routed_experts, c.hidden_size
         table_shape = (c.vocab_size, c.num_experts_per_tok)
         return FfnWeights(
-            gate=self.matrix(width, (f"{prefix}.gate", experts), role=DENSE),
-            bias=None if hashed else self.build.vector(f"{prefix}.gate.bias", (experts,)),
-            tid2eid=self.build.table(f"{prefix}.gate.tid2eid", table_shape, experts) if hashed else None,
-            gate_up=self.build.matrix(MatrixSpec(up, width, EXPERT, True, ROWS, True)),
-            down=self.build.matrix(MatrixSpec(down, inner, EXPERT, True, COLUMNS, True)),
-            shared_gate_up=self.matrix(
-                width,
-                (f"{shared}.w1", inner),
-                (f"{shared}.w3", inner),
-                rounds=True,
-                split=ROWS,
-            ),
-            shared_down=self.matrix(inner, (f"{shared}.w2", width), rounds=True, split=COLUMNS),
+            self.matrix(width, (f"{prefix}.gate", count), role=DENSE),
+            None if hashed else self.build.vector(f"{prefix}.gate.bias", (count,)),
+            self.build.table(f"{prefix}.gate.tid2eid", table_shape, count) if hashed else None,
+            *self.experts(prefix),
+            layer=number,
         )
 
-    def mtp(self, prefix: str, kind: LayerKind) -> MtpWeights:
+    def experts(self, prefix: str) -> tuple[Weight, Weight, Weight, Weight]:
+        """``gate_up``, ``down``, ``shared_gate_up``, ``shared_down``."""
+        if self.held is None:
+            return no_weight(), no_weight(), no_weight(), no_weight()
+        width, inner = self.config.hidden_size, self.config.moe_intermediate_size
+        shared = f"{prefix}.shared_experts"
+        held = range(*self.held)
+        up = tuple((Part(f"{prefix}.experts.{e}.w1", inner), Part(f"{prefix}.experts.{e}.w3", inner)) for e in held)
+        down = tuple((Part(f"{prefix}.experts.{e}.w2", width),) for e in held)
+        return (
+            self.build.matrix(MatrixSpec(up, width, EXPERT, True, ROWS, True)),
+            self.build.matrix(MatrixSpec(down, inner, EXPERT, True, COLUMNS, True)),
+            self.matrix(width, (f"{shared}.w1", inner), (f"{shared}.w3", inner), rounds=True, split=ROWS),
+            self.matrix(inner, (f"{shared}.w2", width), rounds=True, split=COLUMNS),
+        )
+
+    def mtp(self, index: int, kind: LayerKind) -> MtpWeights:
+        prefix, number = f"mtp.{index}", self.config.num_hidden_layers + index
         width = self.config.hidden_size
         vector = self.build.vector
         return MtpWeights(
@@ -204,5 +231,6 @@ class _Walk:
             hnorm=vector(f"{prefix}.hnorm.weight", (width,)),
             norm=vector(f"{prefix}.norm.weight", (width,)),
             hc_head=self.hyper_head(f"{prefix}."),
-            block=self.layer(prefix, kind, hashed=False),  # scored even where the target's first layers are hashed
+            # Scored even where the target's first layers are hashed.
+            block=self.layer(prefix, kind, hashed=False, number=number),
         )

@@ -14,6 +14,8 @@ from halma.hal.errors import RequestError
 from halma.models.deepseek_v4.checkpoint import LoadOptions, Progress, load_checkpoint
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.engine import Request
+from halma.models.deepseek_v4.expert_loading import ExpertLayers, load_experts
+from halma.models.deepseek_v4.experts import OWN_EXPERTS, Experts
 from halma.models.deepseek_v4.preparation import ARITHMETICS
 from halma.models.deepseek_v4.presets import model_directory
 from halma.models.deepseek_v4.program import Tap
@@ -112,6 +114,7 @@ def load_v4(
     *,
     carrier: torch.dtype | None = None,
     ranks: Ranks = ONE_RANK,
+    experts: Experts = OWN_EXPERTS,
     tap: Tap | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
@@ -119,36 +122,72 @@ def load_v4(
 
     Args:
         carrier: see :func:`default_carrier`.
+        experts: who does the feed-forward sublayers; where it is not this rank, their weights are not read.
 
     Raises:
         ModelError: the checkpoint is broken, or does not fit; nothing stays allocated.
     """
     source = resolve_model(model) if isinstance(model, str) else model
-    device = backend.device.torch_device
-    on_cpu = device.type == "cpu"
     carrier = carrier or default_carrier(backend, options.arithmetic)
-    # The ranks of a CPU load at the same time into the same memory.
-    limits = [MemoryLimit(limit.name, limit.free // ranks.size) for limit in host_limits()]
-    if not on_cpu:
-        limits = [MemoryLimit("free device memory", backend.device.memory_info().free)]
     checkpoint = load_checkpoint(
         source.path,
         LoadOptions(
             carrier=carrier,
             arithmetic=options.arithmetic,
-            dequantise=on_cpu,
-            device=device,
+            dequantise=_on_cpu(backend),
+            device=backend.device.torch_device,
             rank=ranks.rank,
             world=ranks.size,
             drafter=options.mtp > 0,
+            experts=experts.held,
         ),
-        limits=limits,
+        limits=_limits(backend, ranks.size),
         state_bytes=lambda config: state_bytes(config, options, carrier),
         progress=progress,
     )
     config, weights = checkpoint.config, checkpoint.weights
-    runner = V4Runner(config, weights, backend, options, carrier=carrier, ranks=ranks, tap=tap)
+    runner = V4Runner(config, weights, backend, options, carrier=carrier, ranks=ranks, experts=experts, tap=tap)
     return Loaded(source.name, config, runner, source.codec_or_none, weights.nbytes, checkpoint.notes)
+
+
+def load_expert_part(
+    source: ModelSource,
+    backend: Backend,
+    options: RunnerOptions,
+    part: tuple[int, int],
+    *,
+    ranks: int,
+    carrier: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> ExpertLayers:
+    """Experts from, to of a model: what an FFN rank holds, and all that is read.
+
+    Args:
+        options: of the attention ranks; their arithmetic, and whether there are drafts.
+        ranks: processes of this machine that load at the same time.
+
+    Raises:
+        ModelError: as :func:`load_v4`.
+    """
+    load = LoadOptions(
+        carrier=carrier or default_carrier(backend, options.arithmetic),
+        arithmetic=options.arithmetic,
+        dequantise=_on_cpu(backend),
+        device=backend.device.torch_device,
+        drafter=options.mtp > 0,
+    )
+    return load_experts(source.path, load, part, limits=_limits(backend, ranks), progress=progress)
+
+
+def _on_cpu(backend: Backend) -> bool:
+    return backend.device.torch_device.type == "cpu"
+
+
+def _limits(backend: Backend, ranks: int) -> list[MemoryLimit]:
+    """What may still be taken. The ranks of a CPU load at the same time into the same memory."""
+    if _on_cpu(backend):
+        return [MemoryLimit(limit.name, limit.free // ranks) for limit in host_limits()]
+    return [MemoryLimit("free device memory", backend.device.memory_info().free)]
 
 
 def state_bytes(config: V4Config, options: RunnerOptions, carrier: torch.dtype) -> int:

@@ -33,6 +33,8 @@ class LoadOptions:
             width of routed and shared experts, and the vocabulary of embedding and head are divided; the rest,
             the indexer among it, is whole on every rank.
         drafter: load the MTP modules where there are any.
+        experts: load the experts; off where FFN ranks hold them. A part, from, to: what this rank holds where ranks
+            exchange rows for their experts.
 
     Raises:
         ModelError: values out of range.
@@ -45,6 +47,7 @@ class LoadOptions:
     rank: int = 0
     world: int = 1
     drafter: bool = True
+    experts: bool | tuple[int, int] = True
 
     def __post_init__(self) -> None:
         problems: list[str] = []

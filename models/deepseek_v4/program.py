@@ -17,16 +17,15 @@ from halma.hal.backend import Stream
 from halma.hal.device_value import DeviceValue
 from halma.hal.dispatch import Ops
 from halma.hal.graph.descriptor import Descriptor
-from halma.hal.graph.forks import fork
 from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.boundary import Boundary, Entrance, boundary
 from halma.models.deepseek_v4.config import LayerKind, V4Config
+from halma.models.deepseek_v4.experts import OWN_EXPERTS, Experts
 from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.state import LayerState, V4State
 from halma.models.deepseek_v4.weights import (
     AttentionWeights,
     CompressorWeights,
-    FfnWeights,
     HyperConnection,
     LayerWeights,
     V4Weights,
@@ -45,6 +44,7 @@ class V4Model:
         ranks: those that share the model; ``weights`` is this one's part.
         arithmetic: ``exact`` or ``shipping``, as the weights were loaded.
         tap: called with intermediate values where the eager runner watches them; never in a graph.
+        experts: who does the feed-forward sublayers.
     """
 
     config: V4Config
@@ -58,6 +58,7 @@ class V4Model:
     ranks: Ranks = ONE_RANK
     tap: Tap | None = None
     arithmetic: str = "exact"
+    experts: Experts = OWN_EXPERTS
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -206,7 +207,7 @@ def block(
         y = attention(model, x, layer.attn, kind, state, step)
         x = between.cross(y, (layer.hc_ffn, layer.ffn_norm))
     with model.workspace.scope("ffn"):
-        y = ffn(model, x, layer.ffn, step)
+        y = model.experts.ffn(model, x, layer.ffn, step)
         if following is not None:
             return between.cross(y, following)
         between.leave(y)  # the last layer
@@ -321,30 +322,3 @@ def compress(
     if index:
         rows = ops.round_index(rows, model.state.formats.index)
     ops.block_insert(rows, blocks, step.slot, model.state.page_table, store)
-
-
-def ffn(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
-    """x [M, D] -> this rank's part of [M, D]: the chosen experts and, on a stream beside them, the shared one."""
-    ops, config = model.ops, model.config
-    with fork(model.side, model.workspace) as branch:
-        with branch:
-            shared = ops.swiglu(ops.linear(x, w.shared_gate_up), config.swiglu_limit)
-            shared = ops.linear(shared, w.shared_down)
-        routed = routed_experts(model, x, w, step)
-        branch.join()
-        return ops.add_rows(routed, shared, x.dtype)
-
-
-def routed_experts(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
-    """x [M, D] -> [M, D]: the experts that each row chooses, weighted."""
-    ops, config = model.ops, model.config
-    scores = ops.route_scores(x, w.gate)
-    scale = config.routed_scaling_factor
-    if w.tid2eid is not None:
-        ids, weights = ops.lookup_experts(scores, w.tid2eid, step.tokens, scale)
-    else:
-        ids, weights = ops.select_experts(scores, w.bias, config.num_experts_per_tok, scale)
-    if model.tap is not None:
-        model.tap("route_ids", ids)
-        model.tap("route_weights", weights)
-    return ops.expert_ffn(x, ids, weights, w.gate_up, w.down, config.swiglu_limit)

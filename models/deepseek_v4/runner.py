@@ -23,6 +23,7 @@ from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.boundary import mixer_of
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.drafter import require_mtp
+from halma.models.deepseek_v4.experts import OWN_EXPERTS, Experts
 from halma.models.deepseek_v4.inputs import V4Inputs
 from halma.models.deepseek_v4.program import Tap, V4Model
 from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
@@ -117,6 +118,7 @@ class V4Runner:
         options: see :class:`RunnerOptions`.
         carrier: dtype of activations.
         ranks: those that share the model; every one of them makes the same steps in the same order.
+        experts: who does the feed-forward sublayers; by default this rank, with the weights' own experts.
         tap: watches intermediate values of eager steps (golden cases); forbids graphs.
     """
 
@@ -129,6 +131,7 @@ class V4Runner:
         *,
         carrier: torch.dtype = torch.float32,
         ranks: Ranks = ONE_RANK,
+        experts: Experts = OWN_EXPERTS,
         tap: Tap | None = None,
     ) -> None:
         if options.max_context > config.max_position_embeddings:
@@ -172,8 +175,9 @@ class V4Runner:
         side = backend.device.new_stream("side")
         ops = self.ops_on(self.workspace)
         self.model = V4Model(
-            config, weights, state, ops, self.workspace, side, frequencies, carrier, ranks, tap, options.arithmetic
-        )
+            config, weights, state, ops, self.workspace, side, frequencies, carrier, ranks, tap, options.arithmetic,
+            experts,
+        )  # fmt: skip
         self.inputs = V4Inputs(backend, options.max_requests, options.max_requests * self.plan.max_query_len)
         self.session = CaptureSession(
             backend,
@@ -325,6 +329,7 @@ class V4Runner:
         return found
 
     def _run(self, descriptor: Descriptor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.model.experts.begin_step()
         graph = self.session.find(descriptor)
         if graph is not None:
             return graph.replay()

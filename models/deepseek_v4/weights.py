@@ -72,7 +72,8 @@ class FfnWeights:
 
     ``gate [E, D]``; ``bias [E]`` or, in hash-routed layers, ``tid2eid`` int64 ``[vocab, k]``;
     ``gate_up [E, 2I, D]`` and ``shared_gate_up [2I, D]`` hold gate rows (w1), then up rows (w3);
-    ``down [E, D, I]``, ``shared_down [D, I]``.
+    ``down [E, D, I]``, ``shared_down [D, I]``. Where other ranks hold the experts these four are empty; where this
+    rank holds experts alone, E of them, the router is. ``layer``: number of the layer, MTP modules behind the rest.
     """
 
     gate: Weight
@@ -82,6 +83,7 @@ class FfnWeights:
     down: Weight
     shared_gate_up: Weight
     shared_down: Weight
+    layer: int = 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,6 +133,11 @@ class V4Weights:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return nbytes_of(self)
+
+
+def no_weight() -> Weight:
+    """In place of a matrix that other ranks hold; a product with it fails."""
+    return Weight(torch.empty(0, 0))
 
 
 def nbytes_of(part: object) -> int:
