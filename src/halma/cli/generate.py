@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halma.cli.generate_report import Run, parallel_of, print_summary, result_of
+from halma.cli.generate_report import parallel_of, print_summary, result_of, run_engine
 from halma.cli.mtp import AHEAD_HELP, MTP_HELP, drafts_of, with_mtp
 from halma.cli.output import at_least_one, emit_json, progress_bar
 from halma.cli.prompts import read_prompts
+from halma.cli.spread import EP_HELP, generate_spread, refuse_beside_ep
 from halma.cli.team import Team, assembled, divisible
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
@@ -51,6 +51,7 @@ def generate(
     tp: Annotated[
         int, typer.Option(help="Ranks that share the model: torchrun --nproc-per-node N -m halma generate --tp N ...")
     ] = 1,
+    ep: Annotated[int, typer.Option(help=EP_HELP)] = 1,
     graph: Annotated[bool | None, typer.Option(help="Capture and replay; default: HALMA_GRAPH.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the end-of-text token.")] = False,
     stop: Annotated[
@@ -68,8 +69,12 @@ def generate(
     at_least_one("--chunk", chunk)
     if context is not None:
         at_least_one("--context", context)
+    at_least_one("--ep", ep)
+    if tp < 1:
+        raise RequestError("--tp takes a number from 1 on", asked=f"--tp {tp}", do="--tp 1 or more")
+    refuse_beside_ep(ep, tp, mtp, stop)
     drafts = drafts_of(mtp)
-    with assembled(tp, "generate") as team:
+    with assembled(max(tp, ep), "generate", f"--ep {ep}" if ep > 1 else "") as team:
         # Alone this comes before torch is imported: a wrong name is answered at once.
         chosen = team.together("the backend", lambda: team.backend(backend))
         from halma.models.deepseek_v4.load import resolve_model
@@ -79,12 +84,12 @@ def generate(
             "the prompts", lambda: read_prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
         )
         if len(prompts) == 1:
-            prompts = prompts * batch
-        longest = max(map(len, prompts))
+            prompts = prompts * (batch * ep)
+        longest, share = max(map(len, prompts)), -(-len(prompts) // ep)
         need = context or longest + max_tokens
 
         def sized() -> RunnerOptions:
-            found = _options(chosen, source, min(batch, len(prompts)), need, chunk, graph, arithmetic)
+            found = options_of(chosen, source, min(batch, share), need, chunk, graph, arithmetic)
             return with_mtp(found, drafts, source.config, longest)
 
         options = team.together("the options", sized)
@@ -94,6 +99,9 @@ def generate(
         requests = [replace(request, stop_text=tuple(stop or ())) for request in requests]
         if temperature == 0 and top_p < 1 and team.speaks:
             print("halma: note: --top-p has no effect at temperature 0, which is greedy", file=sys.stderr)
+        if ep > 1:
+            generate_spread(team, source, chosen, options, requests, json=json)
+            return
         show = _Show(source, stream=stream and not json and team.speaks)
         tabled = team.from_first(
             "what to report", lambda: not json and (sys.stdout.isatty() if table is None else table)
@@ -118,7 +126,7 @@ class _How:
     measured: bool
 
 
-def _options(
+def options_of(
     backend: Backend,
     source: ModelSource,
     at_once: int,
@@ -127,6 +135,7 @@ def _options(
     graph: bool | None,
     arithmetic: str | None,
 ) -> RunnerOptions:
+    """A runner's options as the command line gives them. Raises RequestError: the context is too long, and so on."""
     from halma.models.deepseek_v4.load import default_arithmetic, with_need
     from halma.models.deepseek_v4.runner import RunnerOptions
 
@@ -165,7 +174,7 @@ def _generated(
         generations = team.together("the requests", lambda: [engine.submit(request) for request in requests])
         _capture(team, loaded, requests, silent=how.silent)
         team.together("measuring", engine.start)
-        run = _run(engine)
+        run = run_engine(engine)
         show.rest(generations)
         tokens = [(generation.tokens, generation.finish) for generation in generations]
         team.together("the tokens", lambda: ranks.require_same("their tokens", tokens))
@@ -234,14 +243,3 @@ def _time_share(loaded: Loaded) -> dict[str, Any]:
 
     options = loaded.runner.options
     return time_share(loaded.runner, options.max_requests, options.mtp)
-
-
-def _run(engine: Engine) -> Run:
-    begin = time.perf_counter()
-    engine.step()
-    first = time.perf_counter()
-    already = engine.counters.tokens
-    while engine.busy:
-        engine.step()
-    end = time.perf_counter()
-    return Run(end - first, first - begin, engine.counters.tokens - already)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,18 @@ class Run:
     seconds: float
     prefill_seconds: float
     tokens: int
+
+
+def run_engine(engine: Engine) -> Run:
+    """Step until nothing is left to do, and say how long it took."""
+    begin = time.perf_counter()
+    engine.step()
+    first = time.perf_counter()
+    already = engine.counters.tokens
+    while engine.busy:
+        engine.step()
+    end = time.perf_counter()
+    return Run(end - first, first - begin, engine.counters.tokens - already)
 
 
 def result_of(loaded: Loaded, engine: Engine, generations: list[Generation], run: Run) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from halma.cli.capture import capture
 from halma.cli.conformance import conformance
 from halma.cli.doctor import doctor
 from halma.cli.explain import explain
+from halma.cli.ffn import ffn
 from halma.cli.generate import generate
 from halma.cli.output import print_refusal
 from halma.cli.verify import verify
@@ -32,7 +33,7 @@ from halma.hal.settings import refuse_unknown, settings
 REFUSED = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-COMMANDS = (generate, bench, capture, verify, backends, explain, conformance, doctor)
+COMMANDS = (generate, ffn, bench, capture, verify, backends, explain, conformance, doctor)
 
 app = typer.Typer(
     name="halma",

@@ -58,15 +58,19 @@ class Place:
     attempt: str
 
     @staticmethod
-    def of(tp: int, command: str) -> Place | None:
+    def of(tp: int, command: str, asked: str = "") -> Place | None:
         """The place of this process in ``tp`` ranks of ``halma command``; None where it is alone.
+
+        Args:
+            asked: the options that ask for so many ranks; ``--tp`` by default.
 
         Raises:
             RequestError: the launcher started another number of processes, or there is no launcher.
         """
-        line = f"torchrun --nproc-per-node {tp} -m halma {command} --tp {tp} ..."
         if tp < 1:
             raise RequestError("--tp takes a number from 1 on", asked=f"--tp {tp}", do="--tp 1 or more")
+        other, asked = ("other roles" if asked else ""), asked or f"--tp {tp}"
+        line = f"torchrun --nproc-per-node {tp} -m halma {command} {asked} ..."
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         given = {name: os.environ.get(name, "") for name in names}
         if tp == 1 and given["WORLD_SIZE"] in ("", "1"):
@@ -75,7 +79,7 @@ class Place:
         if missing:
             raise RequestError(
                 f"{tp} ranks are {tp} processes, and this one was started alone",
-                asked=f"--tp {tp}",
+                asked=asked,
                 found=f"not set: {', '.join(missing)}",
                 do=line,
             )
@@ -88,9 +92,9 @@ class Place:
         if size != tp:
             raise RequestError(
                 "the launcher started another number of processes than there are to be ranks",
-                asked=f"--tp {tp}",
+                asked=asked,
                 found=f"WORLD_SIZE={size}",
-                do=f"torchrun --nproc-per-node {tp} with --tp {tp}, or --tp {size}",
+                do=f"torchrun --nproc-per-node {tp} with {asked}, or {other or f'--tp {size}'}",
             )
         if not 0 <= rank < size:
             raise RequestError("the launcher's rank is none", found=f"RANK={rank}, WORLD_SIZE={size}", do=line)
@@ -206,8 +210,8 @@ def divisible(source: ModelSource, tp: int) -> ModelSource:
 
 
 @contextlib.contextmanager
-def assembled(tp: int, command: str) -> Iterator[Team]:
-    """The ranks of this command, once all are there.
+def assembled(tp: int, command: str, asked: str = "") -> Iterator[Team]:
+    """The ranks of this command, once all are there. ``asked``: see :meth:`Place.of`.
 
     Raises:
         RequestError: as :meth:`Place.of`.
@@ -215,7 +219,7 @@ def assembled(tp: int, command: str) -> Iterator[Team]:
     """
     from halma.hal.collectives.ranks import DistributedRanks, SoloRanks
 
-    place = Place.of(tp, command)
+    place = Place.of(tp, command, asked)
     if place is None:
         yield Team(SoloRanks())
         return
