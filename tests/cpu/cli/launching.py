@@ -38,7 +38,9 @@ def places(count: int) -> list[dict[str, str]]:
 
 
 def line(command: str, world: int, mine: Sequence[str]) -> list[str]:
-    return [command, "--backend", "cpu", "--tp", str(world), *mine]
+    """Roles say themselves how many ranks there are of each."""
+    ranks = [] if command == "ffn" else ["--tp", str(world)]
+    return [command, "--backend", "cpu", *ranks, *mine]
 
 
 def start(command: str, arguments: Sequence[Sequence[str]], **more: str) -> list[subprocess.Popen[str]]:

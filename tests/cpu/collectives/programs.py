@@ -392,11 +392,11 @@ def unlike_ranks(how: str) -> str:
         elif how == "host" and rank == 1:
             from halma.hal.collectives import group as module
 
-            module._host, before = (lambda: "elsewhere/1234"), module._host
+            module.machine, before = (lambda: "elsewhere/1234"), module.machine
             try:
                 return Group(world, backend).why_no_channel
             finally:
-                module._host = before
+                module.machine = before
         else:
             return Group(world, backend).why_no_channel
     except HalmaError as error:

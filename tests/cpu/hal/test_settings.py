@@ -27,6 +27,9 @@ GOOD = [
     ("HALMA_ROUTE", "a=x,a=x", "routes", {"a": "x"}),
     ("HALMA_LOG", "DEBUG", "log", "debug"),
     ("HALMA_COLLECTIVE_BOUND", "2.5", "collective_bound", 2.5),
+    ("HALMA_FFN_GRAPH_RESERVE", "800MiB", "ffn_graph_reserve", 800 << 20),
+    ("HALMA_FFN_GRAPH_RESERVE", "1.5g", "ffn_graph_reserve", 3 << 29),
+    ("HALMA_FFN_GRAPH_RESERVE", "0", "ffn_graph_reserve", 0),
 ]
 BAD = [
     ("HALMA_GRAPH", "on", "0 or 1"),
@@ -40,6 +43,8 @@ BAD = [
     ("HALMA_COLLECTIVE_BOUND", "0", "seconds above 0"),
     ("HALMA_COLLECTIVE_BOUND", "nan", "seconds above 0"),
     ("HALMA_COLLECTIVE_BOUND", "soon", "seconds above 0"),
+    ("HALMA_FFN_GRAPH_RESERVE", "-1", "800MiB, 2G, 0"),
+    ("HALMA_FFN_GRAPH_RESERVE", "8 GX", "800MiB, 2G, 0"),
 ]
 
 

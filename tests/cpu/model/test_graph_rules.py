@@ -258,7 +258,7 @@ class NeverJoined(Fork):
 @pytest.mark.invariant("G8")
 def test_a_fork_of_the_model_that_nobody_declared_is_found_by_the_clocks(monkeypatch):
     runner = small_runner("exact")  # captures its ladder when it is first asked for
-    monkeypatch.setattr("halma.models.deepseek_v4.program.fork", Undeclared)
+    monkeypatch.setattr("halma.models.deepseek_v4.experts.fork", Undeclared)
     with pytest.raises(CaptureError, match=r"work on stream 'side', which never joined the capture"):
         captured(runner)
     monkeypatch.undo()
@@ -268,7 +268,7 @@ def test_a_fork_of_the_model_that_nobody_declared_is_found_by_the_clocks(monkeyp
 @pytest.mark.invariant("G8")
 def test_a_model_that_reads_the_shared_expert_before_its_join_is_a_race(monkeypatch):
     runner = small_runner("exact")  # captures its ladder when it is first asked for
-    monkeypatch.setattr("halma.models.deepseek_v4.program.fork", NeverJoined)
+    monkeypatch.setattr("halma.models.deepseek_v4.experts.fork", NeverJoined)
     with pytest.raises(CaptureError, match=r"two streams touch the same memory in no order[\s\S]*stream 'side'"):
         captured(runner)  # the scope joins what is out at the end, which is too late for the sum
     monkeypatch.undo()

@@ -8,14 +8,26 @@ from pathlib import Path
 import pytest
 
 from halma.backends.simt import memory_order
+from halma.backends.simt.expert_sources import products_source, rows_source
 from halma.backends.simt.memory_order import CUDA, MUSA, TABLE
-from halma.backends.simt.sources import HEADERS, SITE_FIELDS, UNITS, Target, headers, source
+from halma.backends.simt.sources import HEADERS, RING_FIELDS, SITE_FIELDS, UNITS, Target, headers, source
 
 pytestmark = pytest.mark.torchfree
 
 ROOT = Path(__file__).parents[3]
 CUDA_TARGET = Target("cuda", 32, True, 16)
-KERNELS = {**headers(), **{unit.file: source(name, 2, CUDA_TARGET).text for name, unit in UNITS.items()}}
+EXPERTS = (
+    products_source(4, 232448, CUDA_TARGET),
+    products_source(16, 232448, CUDA_TARGET),
+    rows_source(CUDA_TARGET),
+)
+KERNELS = {
+    **headers(),
+    **{unit.file: source(name, 2, CUDA_TARGET).text for name, unit in UNITS.items()},
+    **{name: text for unit in EXPERTS for name, text in (*unit.headers.items(), (unit.name, unit.text))},
+}
+SPELT = ("dialect.h", "matrix.h")
+"""Where primitives are spelt for each vendor."""
 
 
 def code(text: str) -> str:
@@ -34,8 +46,8 @@ def hard_coded(text: str) -> list[str]:
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_no_width_and_no_mask_is_written_down(name: str) -> None:
     text = KERNELS[name]
-    if name == "dialect.h":
-        text = text.replace("#if HALMA_WARP > 32", "")  # the one place that says what is not known
+    if name in SPELT:  # the places that say what is not known
+        text = text.replace("#if HALMA_WARP > 32", "").replace("#if HALMA_WARP != 32", "")
     assert hard_coded(text) == []
 
 
@@ -52,7 +64,7 @@ def test_the_table_is_the_only_place_that_chooses() -> None:
     """Kernels reach shared memory through the table's names alone; the dialect alone spells primitives."""
     primitives = {order.cuda for order in TABLE}
     for name, text in KERNELS.items():
-        if name == "dialect.h":
+        if name in SPELT:
             continue
         for primitive in primitives:
             assert not re.search(rf"\b{primitive}\b", code(text)), (name, primitive)
@@ -86,6 +98,7 @@ def branches(text: str) -> tuple[set[str], set[str]]:
 
 CUDA_ONLY = {
     "barrier_arrive", "barrier_await", "barrier_among", "settle_address", "load8_now", "load16_now", "native_e4m3",
+    "warp_or", "warp_alike", "count_bits", "lowest_bit", "shared_add",
 }  # fmt: skip
 """Of push kernels, which do not compile for MUSA; and the conversion that has a portable form beside it."""
 
@@ -142,6 +155,12 @@ def test_the_sites_fields_are_those_of_the_header() -> None:
     listed = re.search(r"enum SiteField \{(.*?)SITE_FIELDS", KERNELS["channel.h"], re.DOTALL)
     assert listed is not None
     assert [name.strip().removeprefix("SITE_").lower() for name in listed[1].split(",")][:-1] == list(SITE_FIELDS)
+
+
+def test_the_rings_fields_are_those_of_the_kernels() -> None:
+    listed = re.search(r"enum RingField \{(.*?)RING_FIELDS", code(KERNELS["ring.cu"]), re.DOTALL)
+    assert listed is not None
+    assert [name.strip().removeprefix("RING_").lower() for name in listed[1].split(",")][:-1] == list(RING_FIELDS)
 
 
 def test_a_unit_is_self_contained() -> None:

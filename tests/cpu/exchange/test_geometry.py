@@ -1,0 +1,179 @@
+"""Geometry, sizes and launch numbers of an exchange: pure arithmetic, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halma.hal.collectives.exchange_geometry import Geometry, refuse_difference
+from halma.hal.collectives.exchange_sizes import Sizes
+from halma.hal.collectives.exchange_tuning import (
+    TABLE,
+    Key,
+    Tuning,
+    choose_tuning,
+    key_of,
+    most_parts,
+    parts_of,
+)
+from halma.hal.errors import CollectiveError
+
+V4 = Geometry(8, 128, 4096, 6, 256, "fp8", 16)
+SINGLE = Key(1, 8, "sm_90")
+TWO_NODES = Key(2, 4, "sm_90")
+MEASURED = {SINGLE: Tuning(24, 4, 777)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"top_k": 257}, "top_k 257 is more than the 256 experts"),
+        ({"experts": 7, "top_k": 2}, "7 experts for 8 ranks"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"hidden": 4096.0}, "hidden is 4096.0"),
+        ({"alignment": True}, "alignment is True"),
+        ({"payload": "int8"}, "payload 'int8': one of bf16, fp8, fp32, fp64"),
+        ({"top_k": 33}, "at most 32"),
+        ({"experts": 8 * 513}, "513 experts a rank: at most 512"),
+        ({"max_tokens": 1 << 26}, "do not fit int32"),
+    ],
+)
+def test_what_no_exchange_can_be(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(CollectiveError, match="no exchange can be like this") as refused:
+        replace(V4, **fields)  # pyright: ignore[reportArgumentType]
+    assert said in str(refused.value)
+
+
+@given(ranks=st.sampled_from((2, 4, 6, 8)), more=st.integers(0, 300))
+@settings(max_examples=60, deadline=None)
+def test_every_expert_has_one_rank(ranks: int, more: int) -> None:
+    geometry = replace(V4, ranks=ranks, experts=ranks + more, top_k=1)
+    shares = [geometry.local(rank) for rank in range(ranks)]
+    assert sum(shares) == ranks + more and max(shares) - min(shares) <= 1 and min(shares) >= 1
+    assert geometry.first(0) == 0 and geometry.first(ranks) == ranks + more
+    assert geometry.capacity(128) % geometry.alignment == 0
+
+
+@given(
+    ranks=st.sampled_from((2, 8)),
+    tokens=st.integers(1, 500),
+    hidden=st.integers(1, 64),
+    payload=st.sampled_from(("bf16", "fp8", "fp32", "fp64")),
+)
+@settings(max_examples=60, deadline=None)
+def test_regions_lie_apart_and_rows_without_gaps(ranks: int, tokens: int, hidden: int, payload: str) -> None:
+    geometry = Geometry(ranks, tokens, 16 * hidden, 2, 16, payload)
+    places = geometry.places
+    spans = sorted((region.offset, region.offset + region.nbytes) for region in places.regions.values())
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert spans[-1][1] <= places.end and spans[0][0] >= places.channel.headers.offset
+    assert places.rows.nbytes == geometry.landing * geometry.row_bytes
+    assert all(region.offset % 256 == 0 for region in places.regions.values())
+    assert not any(start <= guard < end for guard in places.channel.guards for start, end in spans if start < end)
+
+
+@pytest.mark.invariant("A4")
+def test_offsets_do_not_depend_on_messages() -> None:
+    """What a call's bound changes is slots alone."""
+    assert V4.capacity(1) < V4.capacity(128) and V4.places == replace(V4).places
+    assert V4.capacity(128) == -(-(8 * 128 * 6 + 32 * 15) // 16) * 16
+
+
+def test_memory_has_a_limit_that_is_said() -> None:
+    V4.need_within(V4.places.end)
+    with pytest.raises(CollectiveError, match="does not fit its memory") as refused:
+        V4.need_within(V4.places.end - 1)
+    assert f"{V4.places.end:,} bytes needed" in str(refused.value)
+
+
+@pytest.mark.invariant("F14")
+def test_every_field_that_differs_is_named() -> None:
+    other = replace(V4, hidden=7168, alignment=1)
+    with pytest.raises(CollectiveError) as refused:
+        refuse_difference([V4, V4, other], ["a", "b", "c"])
+    text = str(refused.value)
+    assert "hidden: 4096 on rank 0 (a), 7168 on rank 2 (c)" in text and "alignment: 16 on rank 0" in text
+    assert "top_k" not in text
+
+
+@pytest.mark.invariant("F14", control=True)
+def test_equal_geometries_pass() -> None:
+    refuse_difference([V4, replace(V4)], ["a", "b"])
+
+
+@pytest.mark.invariant("F11")
+def test_two_nodes_of_four_never_get_the_row_of_one_node_of_eight() -> None:
+    """Both have eight ranks; the row is for links that two nodes do not have."""
+    hosts = ["one"] * 4 + ["two"] * 4
+    assert key_of(hosts, "sm_90") == TWO_NODES
+    assert choose_tuning(TWO_NODES, V4, 66, MEASURED) == Tuning(66)
+    assert choose_tuning(Key(1, 8, "sm_100"), V4, 66, MEASURED) == Tuning(66)
+    assert choose_tuning(Key(1, 4, "sm_90"), replace(V4, ranks=4), 132, MEASURED) == Tuning(132)
+    assert TABLE.keys().isdisjoint({TWO_NODES})
+
+
+@pytest.mark.invariant("F11", control=True)
+def test_one_node_of_eight_gets_its_row() -> None:
+    assert choose_tuning(key_of(["one"] * 8, "sm_90"), V4, 66, MEASURED) == MEASURED[SINGLE]
+
+
+@pytest.mark.invariant("F11")
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (Tuning(67, 4, 777), "blocks 67: from 2 to 66"),
+        (Tuning(1), "blocks 1: from 2"),
+        (Tuning(24, 3), "parts 3: 1, 2, 4 or 8"),
+        (Tuning(24, 16), "parts 16: 1, 2, 4 or 8"),
+        (Tuning(24, 4, 0), "warps 0"),
+    ],
+)
+def test_a_row_that_the_device_cannot_have_is_refused_when_it_is_chosen(row: Tuning, said: str) -> None:
+    with pytest.raises(CollectiveError, match="do not hold here") as refused:
+        choose_tuning(SINGLE, V4, 66, {SINGLE: row})
+    assert said in str(refused.value)
+
+
+@pytest.mark.invariant("F11")
+def test_a_key_of_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(CollectiveError, match="are 8 ranks, the geometry has 4"):
+        choose_tuning(SINGLE, replace(V4, ranks=4), 66, MEASURED)
+
+
+@given(
+    tokens=st.integers(0, 5000),
+    units=st.integers(1, 1024),
+    parts=st.sampled_from((1, 2, 4, 8)),
+    warps=st.integers(1, 4096),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_row_is_cut_into_equal_parts(tokens: int, units: int, parts: int, warps: int) -> None:
+    most = most_parts(units, Tuning(8, parts, warps), 32)
+    cut = parts_of(tokens, most, warps)
+    assert 1 <= cut <= most <= parts and units % cut == 0 and (cut == 1 or units // cut % 32 == 0)
+    assert cut == most or tokens * cut >= warps
+
+
+@pytest.mark.invariant("F2")
+@pytest.mark.parametrize(
+    ("counts", "offsets", "total", "said"),
+    [
+        ([3, 0, 2], [0, 4, 4, 8], 6, "counts sum to 5, the total is 6"),
+        ([3, 0, 2], [0, 3, 3, 5], 5, "from the counts [0, 4, 4, 8]"),
+        ([3, -1, 2], [0, 4, 4, 8], 4, "counts below 0"),
+        ([3, 0, 9], [0, 4, 4, 16], 12, "ends at slot 16 of 8"),
+    ],
+)
+def test_counts_that_do_not_sum_are_refused(counts: list[int], offsets: list[int], total: int, said: str) -> None:
+    with pytest.raises(CollectiveError, match="do not belong together") as refused:
+        Sizes.checked(counts, offsets, total, 4, 8)
+    assert said in str(refused.value)
+
+
+@pytest.mark.invariant("F2", control=True)
+def test_counts_that_sum_are_taken() -> None:
+    assert Sizes.checked([3, 0, 2], [0, 4, 4, 8], 5, 4, 8).total == 5
