@@ -1,0 +1,1 @@
+"""MTP on several GPUs."""
