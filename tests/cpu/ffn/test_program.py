@@ -129,14 +129,17 @@ def test_all_buckets_and_layers_reply_from_one_place_and_the_workspace_does_not_
     assert len(program.session) == len(program.ladder.buckets), "one graph a bucket, not one a layer"
 
 
+@pytest.mark.invariant("F8", control=True)
 @pytest.mark.invariant("F9", control=True)
 def test_graphs_by_layer_are_more_and_still_share_one_place(backend: Backend) -> None:
     program = prepared(backend, by_layer=True, ladder=Ladder((Bucket(6, 2), Bucket(36, 12)), 36, 12, 1.05, ()))
     assert program.by_layer == "asked for"
     assert len(program.session) == 2 * SIZES.layers
+    sealed = program.workspace.report()
     payload(SIZES, 2, seed=0).put(program)
     places = {program.replay_in(Item(layer, 2, 2), Bucket(6, 2)).data_ptr() for layer in range(SIZES.layers)}
     assert len(places) == 1
+    assert program.workspace.report() == sealed
 
 
 @pytest.mark.invariant("F7")
@@ -160,6 +163,19 @@ def test_warm_ups_see_counts_spread_over_all_experts(backend: Backend, monkeypat
         assert int(counts.max() - counts.min()) <= 1
     assert totals[-len(largest_first) :] == largest_first  # behind the eager items
     assert len(totals) > len(largest_first)
+
+
+@pytest.mark.invariant("F7", control=True)
+def test_an_item_whose_rows_all_choose_the_last_experts_is_served_as_it_is(backend: Backend) -> None:
+    program, rows = prepared(backend), 4
+    last = torch.arange(SIZES.experts - SIZES.top_k, SIZES.experts)
+    payload(SIZES, rows, seed=3).put(program)
+    program.buffers.ids[:rows].copy_(last)
+    item, bucket = Item(0, rows, rows), program.ladder.pick(rows * SIZES.top_k, rows)
+    assert bucket is not None
+    eager = program.run_eagerly(item, bucket).clone()
+    assert torch.equal(program.replay_in(item, bucket), eager) and bool(eager.any())
+    assert torch.equal(program.buffers.ids[:rows], last.expand(rows, -1))
 
 
 @pytest.mark.invariant("F5")
