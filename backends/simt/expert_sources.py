@@ -94,9 +94,6 @@ FP4_BATCH = 3
 kernels that have few tokens."""
 FP4_CHAINS = 2
 """Sums of a step that thin launches have under way side by side, 1 or 2."""
-FP4_AHEAD_RUNS = 0
-"""Experts up to which ``up`` brings the weights of ``down`` into the cache. None: on an H200 it slowed one token with 3
-experts from 22.9 to 25.4 us, with 6 from 37.2 to 41.1, though it was expected to save 3."""
 FP4_CARVEOUT: int | None = 44
 """Percent of the memory of a multiprocessor that wide launches of one tile, and those between, ask to have shared: 100
 KB. With the driver's own choice ``expert_layout`` leaves the products less cache for loads under way."""
@@ -207,7 +204,6 @@ def products_source(bits: int, shared_bytes: int, target: Target) -> KernelSourc
             **_defines(target),
             "HALMA_FP4_BATCH": f"{FP4_BATCH}u",
             "HALMA_FP4_CHAINS": f"{FP4_CHAINS}u",
-            "HALMA_FP4_AHEAD_RUNS": f"{FP4_AHEAD_RUNS}u",
         }
         carveout = {} if FP4_CARVEOUT is None else {"up_wide": FP4_CARVEOUT, "down_wide": FP4_CARVEOUT}
         return KernelSource("experts_fp4", text_of("experts_fp4.cu"), _headers(), defines, carveout)

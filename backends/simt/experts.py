@@ -204,13 +204,11 @@ class ExpertKernels:
         out: torch.Tensor,
         limit: float,
         few: tuple[int, int] | None = None,
-        after: Any = None,
     ) -> Callable[[], None]:
         """``up`` or ``down`` of experts.cu.
 
         With ``few``, (pairs, choices), ``counts`` are ids and ``slot_weights`` the pairs' weights, nobody reads
-        ``offsets``, and ``down`` adds a token's choices up. ``up`` of fp4 weights brings those of ``after`` into the
-        cache, where few experts have tokens.
+        ``offsets``, and ``down`` adds a token's choices up.
         """
         bits = BITS[weight.format]
         kernels = self._products.get(bits)
@@ -230,7 +228,6 @@ class ExpertKernels:
             slots = slot_weights.numel() if few is None or way == "down" else few[0] // few[1]
             cut = fp4_launch(f"{way}_{name}", slots, experts, k, self._shared)
             args[-1] |= cut.room << 12
-            args[-2:-2] = weight_addresses(after, layer) if after is not None else (0, 0)
             grid = cut.resident * self._processors
             return self._launch(kernels[cut.entry], grid, cut.threads, args, keep, cut.shared_bytes(k))
         shared = tiling.shared_bytes(bits, tiling.stages(bits, self._shared))
@@ -299,7 +296,7 @@ def kernels_of(name: str) -> ExpertKernels:
 # -- the routes -----------------------------------------------------------------------------------------
 
 
-def _in_order(*launches: Callable[[], None]) -> Callable[[], None]:
+def in_order(*launches: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         for launch in launches:
             launch()
@@ -379,8 +376,7 @@ class Products:
         hidden, powers = ws.take((self._slots, inner), carrier), None
         rest = (slot_weights, counts, offsets)
         product, tiling, layer = self._kernels.product, self._tiling, self._layer
-        up = (self._gate_up, layer, rows, scales, index, *rest, hidden, limit)
-        found.append(product("up", tiling, *up, after=self._down))
+        found.append(product("up", tiling, self._gate_up, layer, rows, scales, index, *rest, hidden, limit))
         if self._rounds:
             hidden, powers, launch = self._rounded(hidden, None, offsets, ws)
             found.append(launch)
@@ -415,7 +411,7 @@ def grouped_route(
 ) -> Callable[[], None]:
     need_contiguous("grouped_ffn", rows, scales, index, slot_weights, counts, offsets, layer)
     products = Products(kernels_of(name), tiling, gate_up, down, layer, index.shape[0])
-    return _in_order(*products.launches(rows, scales, index, slot_weights, counts, offsets, limit, out, ws))
+    return in_order(*products.launches(rows, scales, index, slot_weights, counts, offsets, limit, out, ws))
 
 
 def ffn_route(
@@ -448,7 +444,7 @@ def ffn_route(
     parts = ws.take((max(pairs, 1), width), torch.float32)
     products = Products(kernels, tiling, gate_up, down, None, max(pairs, 1))
     both = products.launches(rows, scales, index, slot_weights, counts, offsets, limit, parts, ws)
-    return _in_order(layout, *both, kernels.sum(parts, slots, out))
+    return in_order(layout, *both, kernels.sum(parts, slots, out))
 
 
 def _few(
@@ -467,7 +463,7 @@ def _few(
     carrier = torch.bfloat16 if gate_up.format == "plain" else torch.float32
     hidden = ws.take((few[0], down.shape[2]), carrier)
     rest = (None, None, weights, ids, ids)
-    return _in_order(
-        kernels.product("up", THIN, gate_up, None, x, *rest, hidden, limit, few, down),
+    return in_order(
+        kernels.product("up", THIN, gate_up, None, x, *rest, hidden, limit, few),
         kernels.product("down", THIN, down, None, hidden, *rest, out, limit, few),
     )

@@ -16,6 +16,7 @@ from halma.backends.simt.experts import (
     address_of,
     bits_of,
     fits_rows,
+    in_order,
     need_contiguous,
     pair_of,
     weight_addresses,
@@ -203,12 +204,5 @@ def many_route(
     ws: Workspace,
 ) -> Callable[[], None]:
     need_contiguous("grouped_ffn", rows, scales, index, slot_weights, counts, offsets, layer)
-    launches = many_launches(
-        kernels_of(name), most, rows, scales, index, slot_weights, counts, offsets, gate_up, down, limit, layer, out, ws
-    )
-
-    def run() -> None:
-        for launch in launches:
-            launch()
-
-    return run
+    given = (rows, scales, index, slot_weights, counts, offsets, gate_up, down, limit, layer, out, ws)
+    return in_order(*many_launches(kernels_of(name), most, *given))

@@ -29,9 +29,6 @@
 #ifndef HALMA_FP4_CHAINS
 #define HALMA_FP4_CHAINS 2u         // sums of a thin step that are under way side by side: a product takes 33 clocks
 #endif
-#ifndef HALMA_FP4_AHEAD_RUNS
-#define HALMA_FP4_AHEAD_RUNS 0u     // experts up to which `up` brings the weights of `down` into the cache
-#endif
 #define PITCH 20u                   // floats of a token in the sums of slices: no conflicts of banks
 
 struct Job {
@@ -43,7 +40,6 @@ struct Job {
   const int *counts, *offsets;      // [experts], [experts + 1]
   u8* out;                          // up: [slots][n / 2] fp32; down: [slots][n]
   const int* layer;                 // which entry of the tables, or null
-  const u8 *after, *after_scale;    // up: the weights of down, as above, or null
   u32 k, n, experts, tiles;         // `tiles`: of 8 tokens that shared memory has room for; of thin ones: tokens
   u32 pairs, choices;               // of a few: `counts` are their ids, `factor` their weights; down: out is [tokens][n]
   bool narrow;                      // down: bf16, else fp32
@@ -51,12 +47,11 @@ struct Job {
 };
 #define JOB_PARAMS                                                                                                   \
   u64 weight, u64 scale, u64 x, u64 x_scale, u64 index, u64 factor, u64 counts, u64 offsets, u64 out, u64 layer,       \
-      u64 after, u64 after_scale, u64 shape, u64 options
+      u64 shape, u64 options
 #define JOB                                                                                                          \
   Job {                                                                                                              \
     (const u8*)weight, (const u8*)scale, (const u8*)x, (const float*)x_scale, (const int*)index,                       \
         (const float*)factor, (const int*)counts, (const int*)offsets, (u8*)out, (const int*)layer,                    \
-        (const u8*)after, (const u8*)after_scale,                                                                      \
         static_cast<u32>(shape), static_cast<u32>(shape >> 32), static_cast<u32>(options) & 0xfffu,                    \
         static_cast<u32>(options) >> 12 & 0xfu, static_cast<u32>(options) >> 17 & 0x7fu,                               \
         static_cast<u32>(options) >> 24 & 0xffu, (options & 0x10000u) != 0u,                                           \
@@ -265,12 +260,6 @@ DEVICE void fetch_ahead(const Job& j, const Item& it) {
   if (threadIdx.x < lines) prefetch_line(j.scale + row * (j.k / BLOCK) + 128u * threadIdx.x);
 }
 
-// Brings a share of an expert's weights of `down` into the cache: line i of 128 bytes of one that has `lines`.
-DEVICE void fetch_after(const Job& j, u32 expert, u32 i, u32 lines) {
-  prefetch_line(j.after + (static_cast<u64>(expert) * lines + i) * 128u);
-  if (i % 16u == 0u) prefetch_line(j.after_scale + (static_cast<u64>(expert) * lines + i) * 8u);
-}
-
 // A unit's words; the factors of its blocks, of both rows in a word, and the largest powers of the rows.
 template <u32 STEPS> struct Unit {
   Quad word[STEPS][2];
@@ -457,10 +446,6 @@ DEVICE void walk(Job j, u8* memory, Lists& lists, Few& few) {
   if (j.layer != nullptr) {
     j.weight = reinterpret_cast<const u8* const*>(j.weight)[*j.layer];
     j.scale = reinterpret_cast<const u8* const*>(j.scale)[*j.layer];
-    if (j.after != nullptr) {
-      j.after = reinterpret_cast<const u8* const*>(j.after)[*j.layer];
-      j.after_scale = reinterpret_cast<const u8* const*>(j.after_scale)[*j.layer];
-    }
   }
   u32 slots = 0u, passes;
   if constexpr (FEW) {
@@ -508,13 +493,6 @@ DEVICE void walk(Job j, u8* memory, Lists& lists, Few& few) {
     grid_wait(), grid_trigger();
   }
 
-  // What the block fetches for `down`, in shares between its items: these wait for other loads in the same queue.
-  u32 ahead = blockIdx.x * blockDim.x + threadIdx.x, share = 0u;
-  const u32 lines = j.k / 512u * j.n, runs = FEW ? passes : passes / tiles;
-  if (!DOWN && SLICES > 1u && j.after != nullptr && runs <= HALMA_FP4_AHEAD_RUNS && begin < end) {
-    const u32 each_thread = (runs * lines + gridDim.x * blockDim.x - 1u) / (gridDim.x * blockDim.x);
-    share = (each_thread + end - begin - 1u) / (end - begin);
-  }
   u32 from = begin;
 #pragma unroll 1
   while (from < end) {
@@ -526,9 +504,6 @@ DEVICE void walk(Job j, u8* memory, Lists& lists, Few& few) {
     block_barrier();
 #pragma unroll 1
     while (p < last) {
-      if constexpr (!DOWN && SLICES > 1u)
-        for (u32 i = 0u; i < share && ahead < runs * lines; ++i, ahead += gridDim.x * blockDim.x)
-          fetch_after(j, find(ahead / lines * tiles, Item{}).expert, ahead % lines, lines);
       float sum[MOST][4];
 #pragma unroll
       for (u32 n = 0; n < MOST; ++n) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0.0f;
