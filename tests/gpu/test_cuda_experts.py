@@ -14,17 +14,11 @@ from halma.hal.testing.conformance.capturing import captured, planned
 from halma.hal.workspace import Workspace
 from halma.ops import families as _families  # noqa: F401  (defines the ops)
 from halma.ops.quant import scaled
-from halma.ops.weight import FP4_BLOCK32, FP8_BLOCK128, PLAIN, Weight
+from halma.ops.weight import FP4_BLOCK32, FP8_BLOCK128, PLAIN
 from halma.ops.weight_table import WeightTable
-from tests.cpu.ops.grouped import compare_layout
+from tests.gpu.expert_cases import ERROR, EXPERTS, FIRST, FORMATS, LIMIT, ExpertCase, check_layout, off
 
-EXPERTS, FIRST, ALL, LIMIT = 6, 4, 12, 2.0
-FORMATS = (PLAIN, FP8_BLOCK128, FP4_BLOCK32)
 TILINGS = ("simt_thin", "simt_wide")
-ERROR = {PLAIN: 4e-3, FP8_BLOCK128: 2e-3, FP4_BLOCK32: 2e-3}
-"""Root mean square against the reference, relative. bf16: the input of w2 is rounded to bf16 (2^-9 at most, half of
-that on the average) where the reference keeps fp32. The others multiply exactly and differ by the order of sums, and
-where that moves an input of w2 across a step of e4m3 (2^-4 of it, a few in ten thousand)."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,77 +26,22 @@ def _own_routes(halma_backend: Backend) -> None:
     default_registry().load_routes()
 
 
-class Case:
-    """One layer's weights and tokens of this rank's experts, on the device."""
+class Case(ExpertCase):
+    """Of sizes that the dialect's kernels take."""
 
     def __init__(self, backend: Backend, format: str, tokens: int, *, seed: int = 0, alignment: int = 1) -> None:
-        self.backend, self.format, self.alignment = backend, format, alignment
-        self.width, self.inner = (256, 128) if format == PLAIN else (1024, 512)
-        self.random = torch.Generator().manual_seed(seed)
-        self.gate_up, self.down = self.stack(2 * self.inner, self.width), self.stack(self.width, self.inner)
-        self.x = torch.randn(tokens, self.width, generator=self.random).bfloat16().to(self.device)
-        self.weights = (torch.rand(tokens, 3, generator=self.random) + 0.1).to(self.device)
-        self.ids = self.routing().to(self.device)
-
-    @property
-    def device(self) -> torch.device:
-        return self.backend.device.torch_device
-
-    def routing(self) -> torch.Tensor:
-        ids = torch.rand(self.x.shape[0], ALL, generator=self.random).topk(3, 1).indices
-        ids[self.x.shape[0] // 2] = -1 if self.x.shape[0] > 2 else FIRST
-        return ids
-
-    def stack(self, rows: int, columns: int) -> Weight:
-        shape = (EXPERTS, rows, columns)
-        if self.format == PLAIN:
-            return Weight((torch.randn(shape, generator=self.random) * columns**-0.5).bfloat16().to(self.device))
-        low = 127 - {FP8_BLOCK128: 12, FP4_BLOCK32: 7}[self.format]
-        scale = torch.randint(low, low + 4, Weight.scale_shape(shape, self.format), generator=self.random)
-        scales = scale.to(torch.uint8).view(torch.float8_e8m0fnu).to(self.device)
-        if self.format == FP8_BLOCK128:
-            data = torch.randint(0, 254, shape, generator=self.random)
-            return Weight(
-                (data + (data >= 127)).to(torch.uint8).view(torch.float8_e4m3fn).to(self.device),
-                scales,
-                self.format,
-                "fp8",
-            )
-        data = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=self.random).to(torch.uint8)
-        return Weight(data.to(self.device), scales, self.format, "fp8")
+        sizes = (256, 128) if format == PLAIN else (1024, 512)
+        super().__init__(backend, format, tokens, sizes, seed=seed, alignment=alignment)
 
     def ops(self, route: str, *, checked: bool = True) -> Ops:
         chosen = {"grouped_ffn": route, "expert_layout": "simt", "expert_sum": "simt"}
         return Ops(Workspace(self.device, checked=checked), backend="cuda", routes=chosen)
 
-    def layout(self) -> list[torch.Tensor]:
-        found = self.ops("reference").expert_layout(self.ids, self.weights, FIRST, EXPERTS, self.alignment)
-        return [one.clone() for one in found]
-
-    def through(self, ops: Ops, out: torch.Tensor | None = None) -> torch.Tensor:
-        index, given, counts, offsets, slots = ops.expert_layout(self.ids, self.weights, FIRST, EXPERTS, self.alignment)
-        parts = ops.grouped_ffn(self.x, None, index, given, counts, offsets, self.gate_up, self.down, LIMIT)
-        return ops.expert_sum(parts, slots, out=out)
-
-
-def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative root mean square; infinite where anything is not finite."""
-    if not bool(found.isfinite().all()):
-        return float("inf")
-    return float((found.double() - wanted.double()).square().mean().sqrt() / wanted.double().square().mean().sqrt())
-
 
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("tokens", [1, 64, 700, 5000])
 def test_the_layout_is_that_of_the_plain_one(backend: Backend, tokens: int, alignment: int) -> None:
-    random = torch.Generator().manual_seed(tokens)
-    ids = torch.rand(tokens, 256, generator=random).topk(6, 1).indices
-    ids[tokens // 3] = -1
-    weights = torch.rand(tokens, 6, generator=random)
-    ops = Ops(Workspace(backend.device.torch_device), backend="cuda", routes={"expert_layout": "simt"})
-    there = backend.device.torch_device
-    found = ops.expert_layout(ids.to(there), weights.to(there), 128, 128, alignment)
-    compare_layout(tuple(one.cpu() for one in found), ids, weights, 128, 128, alignment)
+    check_layout(backend, "simt", tokens, alignment)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)

@@ -20,6 +20,7 @@ from halma.ops import families as _families  # noqa: F401  (defines the ops)
 from halma.ops.quant import scaled
 from halma.ops.weight import FP4_BLOCK32, Weight
 from halma.ops.weight_table import WeightTable
+from tests.gpu.expert_cases import off
 
 CHOICES, LIMIT = 2, 2.0
 ROUTES = ("simt_many_64", "simt_many_128", "simt_many_256")
@@ -93,13 +94,6 @@ class Case:
         real = layout[0] >= 0
         found = self.parts(self.ops(route), layout, **more)[real].clone()
         return off(found, self.parts(self.ops("reference"), layout)[real])
-
-
-def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative root mean square; infinite where anything is not finite."""
-    if not bool(found.isfinite().all()):
-        return float("inf")
-    return float((found.double() - wanted.double()).square().mean().sqrt() / wanted.double().square().mean().sqrt())
 
 
 def one_launch(case: Case, way: str, weight: Weight, x: torch.Tensor, inner: int) -> torch.Tensor:

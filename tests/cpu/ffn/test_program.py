@@ -129,6 +129,25 @@ def test_all_buckets_and_layers_reply_from_one_place_and_the_workspace_does_not_
     assert len(program.session) == len(program.ladder.buckets), "one graph a bucket, not one a layer"
 
 
+@pytest.mark.invariant("F8")
+def test_scratch_is_planned_up_to_the_last_size_of_every_route(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another route takes other scratch: of one that ends between two buckets neither would plan enough."""
+    program = program_of(backend, ladder=Ladder((Bucket(6, 2), Bucket(36, 12)), 36, 12, 1.05, ()))
+    planned: list[int] = []
+    eager = program._eager
+
+    def watched(rows: int, shared: int, layer: int) -> Any:
+        planned.append(rows)
+        return eager(rows, shared, layer)
+
+    monkeypatch.setattr(program, "_routes_of", lambda rows, layer: ("few" if rows <= 7 else "many",))
+    monkeypatch.setattr(program, "_eager", watched)
+    program.prepare(measure=False)
+    assert {1, 2, 7, 11, 12} <= set(planned)
+
+
 @pytest.mark.invariant("F8", control=True)
 @pytest.mark.invariant("F9", control=True)
 def test_graphs_by_layer_are_more_and_still_share_one_place(backend: Backend) -> None:

@@ -319,6 +319,7 @@ def test_transformers_takes_our_state_dict_whole():
         ("meta", "shipping", torch.bfloat16),
     ],
 )
+@pytest.mark.invariant("M1")
 def test_where_nothing_may_be_rounded_activations_are_float32(device, arithmetic, expected) -> None:
     backend = SimpleNamespace(device=SimpleNamespace(torch_device=torch.device(device)))
     assert default_carrier(backend, arithmetic) is expected

@@ -140,11 +140,18 @@ def test_a_fused_norm_is_one_kernel_and_another_way_two() -> None:
     assert wide.kernel == "norm_words_wide_bfloat16"
 
 
+@pytest.mark.invariant("C10")
 @pytest.mark.parametrize("way", [WORDS, SENTINEL, TWO_SHOT, STAGED], ids=["words", "sentinel", "two-shot", "staged"])
 def test_a_norm_of_no_rows_keeps_its_place_and_launches_no_empty_grid(way: Choice) -> None:
     call, operands = norm(0, 4096)
     found = launched(fake_channel(), call, way, operands=operands)
     assert len(found) == 1 and found[0].grid >= 1
+
+
+@pytest.mark.invariant("C10", control=True)
+def test_a_norm_of_one_row_launches_both_kernels() -> None:
+    call, operands = norm(1, 4096)
+    assert [one.grid >= 1 for one in launched(fake_channel(), call, TWO_SHOT, operands=operands)] == [True, True]
 
 
 @pytest.mark.invariant("C16")
