@@ -147,7 +147,6 @@ def test_a_rank_that_dies_ends_the_other_with_its_name(all_ranks: RankPools, vic
     assert seconds < BOUND + MARGIN
 
 
-@pytest.mark.nightly
 @pytest.mark.invariant("F16")
 @pytest.mark.invariant("C7")
 def test_an_ffn_rank_that_stands_still_is_named_within_the_bound(all_ranks: RankPools):
