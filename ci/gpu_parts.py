@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from ci.schema import ROOT
 CASES = ("all_layers", "hash_only", "tiny_v4_exact", "tiny_v4_quant")
 ORDERS = ("descending", "ascending", "shuffled(7)")
 CONFORMANCE = "src/halma/hal/testing/conformance"
-RANKS = ("test_collective_*.py", "test_arena_*.py")
+RANKS = ("test_collective_*.py", "test_arena_*.py", "test_exchange_*.py")
 """Files of the suite whose ranks wait for each other on a device."""
 STRESS_CALLS = 1_000_000
+PROCESSES = "test_rank_processes.py"
+STREAMS = ("tests/gpu/collectives", "tests/gpu/exchange", "tests/gpu/roles")
 PYTHON = sys.executable
 
 Read = Callable[[str, int, Path], "Result"]
@@ -58,13 +61,23 @@ class Machine:
     workers: bool
 
 
+class Share(Enum):
+    """See :class:`Part`."""
+
+    SHARED = "shared"
+    DEVICE = "device"
+    MACHINE = "machine"
+
+
 @dataclass(frozen=True)
 class Part:
     """One row of the table.
 
     Attributes:
         seconds: its time limit.
-        alone: nothing else may use the device meanwhile: its ranks spin for each other, or it looks at free memory.
+        share: how much of the machine it takes. SHARED: a device beside others; DEVICE: a device that nothing else uses
+            meanwhile, because its ranks are streams that spin for each other or it looks at free memory; MACHINE: all
+            devices, nothing else running.
         missing: why it cannot run here; empty where it can.
     """
 
@@ -73,7 +86,7 @@ class Part:
     seconds: float
     commands: Commands
     read: Read
-    alone: bool = False
+    share: Share = Share.SHARED
     missing: str = ""
 
 
@@ -189,9 +202,9 @@ def _suites(here: Machine) -> list[Part]:
     return [
         Part(
             "gpu",
-            "tests/gpu without the collectives",
+            "tests/gpu without ranks",
             300,
-            _pytest(here, "tests/gpu", "--ignore=tests/gpu/collectives", workers=5),
+            _pytest(here, "tests/gpu/test_*.py", workers=5),
             by_report,
         ),
         Part(
@@ -202,22 +215,35 @@ def _suites(here: Machine) -> list[Part]:
             by_report,
         ),
         Part(
+            "collectives",
+            "tests/gpu/collectives, exchange and roles: kernels, ranks as streams of one device",
+            400,
+            _pytest(here, *STREAMS, f"--ignore-glob=*/{PROCESSES}", "--timeout=120"),
+            by_report,
+            Share.DEVICE,
+        ),
+        Part(
             "conformance-ranks",
-            "the suite's rules of arenas and collectives",
+            "the suite's rules of arenas, collectives and the exchange",
             300,
             _pytest(here, *ranked, "--timeout=60"),
             by_report,
-            alone=True,
+            Share.MACHINE,
         ),
         Part(
-            "collectives",
-            "tests/gpu/collectives: kernels, ranks as streams; rank processes on two GPUs or more",
+            "rank-processes",
+            "tests/gpu whose ranks are processes, one a device",
             400,
-            _pytest(here, "tests/gpu/collectives", "--timeout=120"),
+            _pytest(here, f"tests/gpu/*/{PROCESSES}", "--timeout=200"),
             by_report,
-            alone=True,
+            Share.MACHINE,
+            missing=_two(here),
         ),
     ]
+
+
+def _two(here: Machine) -> str:
+    return "" if len(here.devices) > 1 else f"ranks need two devices, there are {len(here.devices)}"
 
 
 def _halma(here: Machine, *arguments: str) -> list[str]:
@@ -243,7 +269,7 @@ def _commands(here: Machine) -> list[Part]:
     ]
     return [
         *found,
-        Part("capture", "the ladder in three orders", 200, lambda _: captures, by_capture, alone=True),
+        Part("capture", "the ladder in three orders", 200, lambda _: captures, by_capture, Share.DEVICE),
         Part(
             "probes",
             "questions about captures that a device answers",
@@ -261,7 +287,7 @@ def _ranks(here: Machine) -> list[Part]:
     stress = [PYTHON, "-m", "benchmarks.allreduce_stress", "--ranks", str(world or 2), *virtual]
     launch = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     exact = "tests/data/cases/tiny_v4_exact.safetensors"
-    two = "" if world else f"ranks need two GPUs, there are {len(here.devices)}"
+    two = _two(here)
 
     def on_two(*arguments: str) -> list[str]:
         return [*launch, *_halma(here, *arguments, "--tp", "2")[1:]]
@@ -273,7 +299,7 @@ def _ranks(here: Machine) -> list[Part]:
             200,
             lambda _: [[*stress, "--calls", str(STRESS_CALLS)]],
             by_status,
-            alone=True,
+            Share.MACHINE,
         ),
         Part(
             "ranks-verify",
@@ -281,7 +307,7 @@ def _ranks(here: Machine) -> list[Part]:
             120,
             lambda _: [on_two("verify", exact, "--graph", graph) for graph in ("on", "off")],
             by_verify,
-            alone=True,
+            Share.MACHINE,
             missing=two,
         ),
         Part(
@@ -290,7 +316,7 @@ def _ranks(here: Machine) -> list[Part]:
             90,
             lambda _: [on_two("capture")],
             by_capture,
-            alone=True,
+            Share.MACHINE,
             missing=two,
         ),
     ]
@@ -306,7 +332,7 @@ def _tools(here: Machine) -> list[Part]:
             300,
             lambda report, name=name: [["sh", f"tests/gpu/{name}.sh", "--halma-report", str(report)]],
             by_sanitizer,
-            alone=True,
+            Share.DEVICE,
             missing=missing,
         )
         for name in ("memcheck", "racecheck")

@@ -3,9 +3,10 @@
     python -m ci.gpu_table [--backend cuda] [--only capture,verify] [--jobs 3] [--deadline 540] [--output FILE]
 
 Works where halma is installed and where it is only on the path (``PYTHONPATH=src:. python3 -m ci.gpu_table``). Parts
-that share a device without harm run side by side first; the rest, whose ranks spin for each other, one at a time. A
-part has a time limit of its own, and one that cannot run here is named with its reason. The file is written anew after
-each part, so that what was found outlives an interrupted run. Ends with status 1 if a part failed or did not end.
+that share a device without harm run side by side first, spread over the devices; then those that want a device of their
+own, one a device; then those that want all of them, one at a time. A part has a time limit of its own, and one that
+cannot run here is named with its reason. The file is written anew after each part, so that what was found outlives an
+interrupted run. Ends with status 1 if a part failed or did not end.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
-from ci.gpu_parts import Machine, Part, Result, parts
+from ci.gpu_parts import Machine, Part, Result, Share, parts
 from ci.schema import ROOT
 
 if sys.version_info >= (3, 11):
@@ -120,8 +122,29 @@ class Run:
         self._lock = threading.Lock()
         self._began = time.strftime("%Y-%m-%d")
 
-    def part(self, part: Part) -> None:
-        """Run one part and note its result."""
+    def all(self, chosen: Sequence[Part], jobs: int) -> None:
+        """Run ``chosen``, of those that may share a device ``jobs`` at a time."""
+        devices = max(len(self.here.devices), 1)
+        for share, at_once in ((Share.SHARED, jobs), (Share.DEVICE, devices)):
+            free: SimpleQueue[int] = SimpleQueue()
+            for number in range(at_once):
+                free.put(number % devices)
+
+            def on_one(part: Part, free: SimpleQueue[int] = free) -> None:
+                device = free.get()
+                try:
+                    self.part(part, device)
+                finally:
+                    free.put(device)
+
+            with ThreadPoolExecutor(at_once) as pool:
+                list(pool.map(on_one, [part for part in chosen if part.share is share]))
+        for part in chosen:
+            if part.share is Share.MACHINE:
+                self.part(part)
+
+    def part(self, part: Part, device: int | None = None) -> None:
+        """Run one part, on all devices or the one numbered ``device``, and note its result."""
         left = self.end - time.monotonic()
         if part.missing:
             result = Result(0, 0, 0, 0.0, f"not run: {part.missing}", ran=False)
@@ -129,20 +152,28 @@ class Run:
             result = Result(0, 0, 0, 0.0, "not run: the deadline had passed", ran=False)
         else:
             print(f"gpu_table: {part.name} begins", flush=True)
-            result = self._run(part, min(part.seconds, left))
+            result = self._run(part, min(part.seconds, left), self._environment(device))
             print(f"gpu_table: {part.name}: {result.line()}", flush=True)
         with self._lock:
             self.results[part.name] = result
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self.output.write_text(self.page(), encoding="utf-8")
 
-    def _run(self, part: Part, seconds: float) -> Result:
+    def _environment(self, device: int | None) -> Mapping[str, str]:
+        """Of a part that sees ``device`` alone, counted among those that this process sees."""
+        if device is None or len(self.here.devices) < 2:
+            return self.environment
+        name = f"{self.here.backend.upper()}_VISIBLE_DEVICES"
+        seen = [entry for entry in self.environment.get(name, "").split(",") if entry]
+        return {**self.environment, name: seen[device] if seen else str(device)}
+
+    def _run(self, part: Part, seconds: float, environment: Mapping[str, str]) -> Result:
         begin, text = time.monotonic(), list[str]()
         report = self.logs / f"{part.name}.json"
         report.unlink(missing_ok=True)
         found = Result(0, 0, 0, 0.0, "")
         for command in part.commands(report):
-            status, said = _finished(command, self.environment, seconds - (time.monotonic() - begin))
+            status, said = _finished(command, environment, seconds - (time.monotonic() - begin))
             text.append(f"$ {' '.join(command)}\n{said}\nstatus {status}\n")
             if status is None:
                 found += Result(0, 1, 0, 0.0, f"did not end within {seconds:.0f} s")
@@ -238,11 +269,7 @@ def main(given: Sequence[str] | None = None) -> int:
         end = time.monotonic() + options.deadline
         run = Run(wanted, here, environment, options.logs, options.output, options.commit or _commit(), end)
         chosen = [known[name] for name in wanted]
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(run.part, [one for one in chosen if not one.alone]))
-        for one in chosen:
-            if one.alone:
-                run.part(one)
+        run.all(chosen, options.jobs)
     show({name: run.results[name] for name in wanted})
     print(f"\nwritten to {options.output}; what each part said is in {options.logs}")
     failed = any(one.failed for one in run.results.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ci import gpu_parts, gpu_table
-from ci.gpu_parts import Machine, Part, Result, by_capture, by_report, by_sanitizer, by_status, by_verify
+from ci.gpu_parts import Machine, Part, Result, Share, by_capture, by_report, by_sanitizer, by_status, by_verify
 
 HERE = Machine("cpu", ["A device", "A device"], "1.2", "3.11", {"torch": "2.13"}, sanitizer=False, workers=False)
 SLEEPER = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -27,7 +28,7 @@ PARTS = {
     for one in (
         part("good", "print('all is well')"),
         part("bad", "print('it broke'); raise SystemExit(3)"),
-        part("hangs", SLEEPER, seconds=1.0, alone=True),
+        part("hangs", SLEEPER, seconds=1.0, share=Share.MACHINE),
         part("cannot", "raise SystemExit(4)", missing="no such tool"),
     )
 }
@@ -78,7 +79,7 @@ def test_no_part_begins_behind_the_deadline(table) -> None:
 def test_the_real_parts_say_why_they_cannot_run() -> None:
     alone = gpu_parts.parts(Machine("cuda", ["A"], "", "", {}, sanitizer=False, workers=True))
     two = gpu_parts.parts(HERE)
-    assert list(alone) == list(two) and len(two) == 13
+    assert list(alone) == list(two) and len(two) == 14
     assert "there are 1" in alone["ranks-verify"].missing and not two["ranks-verify"].missing
     assert "no compute-sanitizer" in alone["memcheck"].missing and "--virtual" in str(alone["stress"].commands(Path()))
     assert "--virtual" not in str(two["stress"].commands(Path())) and "cuda, not cpu" in two["probes"].missing
@@ -89,8 +90,18 @@ def test_ranks_of_the_suite_run_apart_from_the_rest() -> None:
     found = gpu_parts.parts(HERE)
     (ranked,) = found["conformance-ranks"].commands(Path("r"))
     files = [one for one in ranked if "conformance/" in one]
-    assert len(files) >= 6 and all("test_collective_" in one or "test_arena_" in one for one in files)
-    assert sum("--ignore-glob" in one for one in found["conformance"].commands(Path("r"))[0]) == 2
+    assert len(files) >= 7 and all(re.search("/test_(collective|arena|exchange)_", one) for one in files)
+    assert sum("--ignore-glob" in one for one in found["conformance"].commands(Path("r"))[0]) == 3
+
+
+def test_parts_get_a_device_of_their_own_or_all(monkeypatch: pytest.MonkeyPatch, table) -> None:
+    """Two parts that want a device each are given different ones at the same time; a third waits; a last sees both."""
+    said = "import os; print(os.environ.get('CPU_VISIBLE_DEVICES'))"
+    wanted = {"a": Share.DEVICE, "b": Share.DEVICE, "c": Share.SHARED, "d": Share.MACHINE}
+    monkeypatch.setattr(gpu_table, "parts", lambda here: {n: part(n, said, share=share) for n, share in wanted.items()})
+    code, _, file = table()
+    rows = {cells[1]: cells[6] for line in file.splitlines()[6:] if (cells := [one.strip() for one in line.split("|")])}
+    assert code == 0 and {rows["a"], rows["b"]} <= {"0", "1"} and rows["c"] == "0" and rows["d"] == "None"
 
 
 def test_results_are_read_from_what_parts_leave(tmp_path: Path) -> None:
