@@ -234,7 +234,7 @@ def _suites(here: Machine) -> list[Part]:
             "rank-processes",
             "tests/gpu whose ranks are processes, one a device",
             400,
-            _pytest(here, f"tests/gpu/*/{PROCESSES}", "--timeout=200"),
+            _pytest(here, f"tests/gpu/*/{PROCESSES}", "--timeout=200", "-m", "not nightly"),
             by_report,
             Share.MACHINE,
             missing=_two(here),

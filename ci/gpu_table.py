@@ -38,6 +38,7 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 LOGS = ROOT / ".halma" / "gpu"
+LAST_WORDS_SECONDS = 10.0
 GROUPS = ("halma.backends", "halma.routes", "pytest11")
 
 MACHINE = """
@@ -214,11 +215,19 @@ def _finished(command: Sequence[str], environment: Mapping[str, str], seconds: f
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = process.wait(max(seconds, 0.1))
         if status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
         said.seek(0)
         return status, said.read()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt it first: pytest then still says what had failed; end whatever is left of its group."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_WORDS_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _commit() -> str:

@@ -147,6 +147,7 @@ def _grouped(
 @examples("grouped_ffn")
 def _grouped_ffn() -> list[OpExample]:
     bf16 = torch.bfloat16
+    few, many = (1, 5), (72, 80)  # many: more than 40 slots an expert, from where other routes apply
     kinds: list[tuple[str, float, Callable[[Draw, int], Arguments]]] = [
         ("fp32", 1e-5, _grouped()),
         ("odd sizes, alignment 1", 1e-5, _grouped(width=37, inner=13, alignment=1)),
@@ -161,6 +162,11 @@ def _grouped_ffn() -> list[OpExample]:
         ("fp4, fp8 payload", ROUNDED, _grouped("fp4_block32", dtype=bf16, payload=True, width=256)),
         ("fp8, fp8 payload, alignment 16", ROUNDED, _grouped("fp8_block128", dtype=bf16, payload=True, alignment=16)),
     ]
+    crowded: list[tuple[str, float, Callable[[Draw, int], Arguments]]] = [
+        ("fp8, many rows", ROUNDED, _grouped("fp8_block128", dtype=bf16, width=256)),
+        ("fp4, many rows", ROUNDED, _grouped("fp4_block32", dtype=bf16, width=256)),
+        ("fp4, many rows, fp8 payload", ROUNDED, _grouped("fp4_block32", dtype=bf16, payload=True, width=256)),
+    ]
     return [
         example(
             "grouped_ffn",
@@ -168,11 +174,12 @@ def _grouped_ffn() -> list[OpExample]:
             make,
             tolerance=tolerance,
             scales=(),
-            rows=(1, 5),
+            rows=rows,
             poison=_poison_grouped,
             defined=_real_slots,
         )
-        for name, tolerance, make in kinds
+        for rows, of in ((few, kinds), (many, crowded))
+        for name, tolerance, make in of
     ]
 
 

@@ -27,7 +27,7 @@ def tokens_of(name: str, given: list[Text], drafts: int, graph: bool, ranks: Ran
     options = options_for(len(given), drafts, graph)
     runner = load_v4("tiny-v4", backend, options, ranks=ranks).runner
     try:
-        runner.prepare(runner.descriptors(("sample",)))
+        runner.prepare(runner.descriptors(("sample",) if any(text.temperature for text in given) else ("greedy",)))
         found = Stepper(runner, [replace(text, tokens=[], accepted=[]) for text in given]).run(drafts)
     finally:
         runner.close()
