@@ -153,7 +153,7 @@ def _grouped_ffn() -> list[OpExample]:
         ("odd sizes, alignment 1", 1e-5, _grouped(width=37, inner=13, alignment=1)),
         ("the last expert takes everything", 1e-5, _grouped(spread=lambda ids: ids.fill_(FIRST + EXPERTS - 1))),
         ("one expert has nothing", 1e-5, _grouped(spread=lambda ids: ids.masked_fill_(ids == FIRST + 2, 0))),
-        ("bf16", 1e-2, _grouped(dtype=bf16)),
+        ("bf16", 1e-2, _grouped(dtype=bf16, width=256)),
         ("bf16 result", 1e-2, _grouped(dtype=bf16, result=bf16)),
         ("bf16, three layers", 1e-2, _grouped(dtype=bf16, layers=3)),
         ("fp8", ROUNDED, _grouped("fp8_block128", dtype=bf16, width=256)),
@@ -163,10 +163,10 @@ def _grouped_ffn() -> list[OpExample]:
         ("fp8, fp8 payload, alignment 16", ROUNDED, _grouped("fp8_block128", dtype=bf16, payload=True, alignment=16)),
     ]
     crowded: list[tuple[str, float, Callable[[Draw, int], Arguments]]] = [
-        ("fp8, many rows", ROUNDED, _grouped("fp8_block128", dtype=bf16, width=256)),
-        ("fp4, many rows", ROUNDED, _grouped("fp4_block32", dtype=bf16, width=256)),
-        ("fp4, many rows, fp8 payload", ROUNDED, _grouped("fp4_block32", dtype=bf16, payload=True, width=256)),
+        ("fp8, many rows", ROUNDED, _grouped("fp8_block128", dtype=bf16)),
+        ("fp4, many rows", ROUNDED, _grouped("fp4_block32", dtype=bf16)),
     ]
+    wide = [("fp4, units of 512", ROUNDED, _grouped("fp4_block32", dtype=bf16, width=512, inner=512))]
     return [
         example(
             "grouped_ffn",
@@ -178,7 +178,7 @@ def _grouped_ffn() -> list[OpExample]:
             poison=_poison_grouped,
             defined=_real_slots,
         )
-        for rows, of in ((few, kinds), (many, crowded))
+        for rows, of in ((few, kinds), (many, crowded), ((3,), wide))
         for name, tolerance, make in of
     ]
 
