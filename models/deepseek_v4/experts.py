@@ -23,10 +23,12 @@ class Experts(Protocol):
     Attributes:
         held: which routed experts' weights this rank loads: all, none, or some, from, to.
         nbytes: of memory that is shared with other ranks for their sake, on this rank.
+        even: ranks with other requests take part in every sublayer, so all steps must have equally many.
     """
 
     held: bool | tuple[int, int]
     nbytes: int
+    even: bool
 
     def ffn(self, model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
         """x [M, D] -> this rank's part of [M, D]: the chosen experts, weighted, and the shared one."""
@@ -50,14 +52,14 @@ class OwnExperts:
 
     held: bool | tuple[int, int] = True
     nbytes = 0
+    even = False
 
     def ffn(self, model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
         """See :meth:`Experts.ffn`."""
         ops, config = model.ops, model.config
         with fork(model.side, model.workspace) as branch:
             with branch:
-                shared = ops.swiglu(ops.linear(x, w.shared_gate_up), config.swiglu_limit)
-                shared = ops.linear(shared, w.shared_down)
+                shared = shared_expert(model, x, w)
             ids, weights = choices(model, x, w, step)
             routed = ops.expert_ffn(x, ids, weights, w.gate_up, w.down, config.swiglu_limit)
             branch.join()
@@ -77,6 +79,7 @@ class FarExperts:
     """Those of FFN ranks: rows go there and their sum comes back, in one step and without the host."""
 
     held: bool | tuple[int, int] = False
+    even = False
 
     def __init__(self, rings: Rings) -> None:
         self._rings = rings
@@ -94,6 +97,13 @@ class FarExperts:
     def poll(self) -> None:
         """See :meth:`Experts.poll`."""
         self._rings.poll()
+
+
+def shared_expert(model: V4Model, x: torch.Tensor, w: FfnWeights, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x [M, D] -> this rank's part of the shared expert [M, D]."""
+    ops = model.ops
+    active = ops.swiglu(ops.linear(x, w.shared_gate_up), model.config.swiglu_limit)
+    return ops.linear(active, w.shared_down, out=out)
 
 
 def choices(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> tuple[torch.Tensor, torch.Tensor]:

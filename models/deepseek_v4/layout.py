@@ -80,12 +80,13 @@ def assemble(
     """The whole model, with the MTP modules or without; without its experts, or with a part of them, where other ranks
     hold them.
 
-    Experts are divided by their intermediate width, the shared one too. Whole experts a rank would need as many
-    all-reduces, but then at batch 1 the busiest of 8 ranks reads 2.2 of a token's 6 experts in place of 0.75.
+    Experts are divided by their intermediate width, the shared one too. Whole experts a rank need as many all-reduces,
+    but at batch 1 the busiest of 8 ranks then reads 2.2 of a token's 6 experts in place of 0.75; so routed experts stay
+    whole where a part of them is asked for, and there alone.
     """
     vocab, width = config.vocab_size, config.hidden_size
     held = ((0, config.n_routed_experts) if experts else None) if isinstance(experts, bool) else experts
-    walk = _Walk(config, build, held)
+    walk = _Walk(config, build, held, whole=not isinstance(experts, bool))
     return V4Weights(
         embed=walk.matrix(width, ("embed", vocab), role=DENSE, split=ROWS),
         head=walk.matrix(width, ("head", vocab), role=DENSE, split=ROWS),
@@ -120,6 +121,8 @@ class _Walk:
     build: Builder
     held: tuple[int, int] | None
     """Routed experts of this rank, from, to; None: others hold all experts."""
+    whole: bool = False
+    """Tensor parallelism leaves the routed experts as they are."""
 
     def matrix(
         self, columns: int, *parts: tuple[str, int], role: str = LINEAR, rounds: bool = False, split: str | None = None
@@ -211,11 +214,12 @@ class _Walk:
         width, inner = self.config.hidden_size, self.config.moe_intermediate_size
         shared = f"{prefix}.shared_experts"
         held = range(*self.held)
+        across, along = (None, None) if self.whole else (ROWS, COLUMNS)
         up = tuple((Part(f"{prefix}.experts.{e}.w1", inner), Part(f"{prefix}.experts.{e}.w3", inner)) for e in held)
         down = tuple((Part(f"{prefix}.experts.{e}.w2", width),) for e in held)
         return (
-            self.build.matrix(MatrixSpec(up, width, EXPERT, True, ROWS, True)),
-            self.build.matrix(MatrixSpec(down, inner, EXPERT, True, COLUMNS, True)),
+            self.build.matrix(MatrixSpec(up, width, EXPERT, True, across, True)),
+            self.build.matrix(MatrixSpec(down, inner, EXPERT, True, along, True)),
             self.matrix(width, (f"{shared}.w1", inner), (f"{shared}.w3", inner), rounds=True, split=ROWS),
             self.matrix(inner, (f"{shared}.w2", width), rounds=True, split=COLUMNS),
         )

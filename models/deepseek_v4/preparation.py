@@ -33,8 +33,8 @@ class LoadOptions:
             width of routed and shared experts, and the vocabulary of embedding and head are divided; the rest,
             the indexer among it, is whole on every rank.
         drafter: load the MTP modules where there are any.
-        experts: load the experts; off where FFN ranks hold them. A part, from, to: what this rank holds where ranks
-            exchange rows for their experts.
+        experts: load the experts; off where FFN ranks hold them. A part, from, to: what this rank holds where the
+            others have the rest; those experts are not divided, whatever ``world`` is. The shared one is.
 
     Raises:
         ModelError: values out of range.

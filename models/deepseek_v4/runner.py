@@ -146,6 +146,13 @@ class V4Runner:
         drafts = options.draft_lengths
         if options.mtp:
             _check_module(config, weights)
+        if experts.even and len(drafts) > 1:
+            raise RequestError(
+                "ranks that exchange rows need one number of drafts",
+                asked=f"steps of {', '.join(map(str, drafts))} drafts",
+                found="each token that a step drafts is an exchange, and all ranks' steps have equally many",
+                do=f"one number of drafts: mtp={options.mtp} without other mtp_lengths",
+            )
         self.config = config
         self.backend = backend
         self.options = options

@@ -3,6 +3,12 @@
 A layer's rows go to the ranks that hold their experts, and sums come back (:mod:`halma.hal.collectives.exchange`). All
 ranks take part in every exchange, so they make equally many steps: one that has nothing to do goes along with steps
 that hold no request. How far each is, hosts see on boards; devices wait for one another inside of steps alone.
+
+A step has an exchange for each layer, and with MTP one for each token that it drafts: with one number of drafts all
+steps have equally many, whether they verify or feed a prompt.
+
+Where groups of ranks are tensor parallel inside, the ranks of a group have the same rows. Each sends its share of them
+and gets their sums back; the all-reduce behind the sublayer gives all of them to all.
 """
 
 from __future__ import annotations
@@ -19,8 +25,9 @@ from halma.hal.collectives.group import Group
 from halma.hal.collectives.ring_board import Peers, open_boards
 from halma.hal.graph.forks import fork
 from halma.models.deepseek_v4.config import V4Config
-from halma.models.deepseek_v4.experts import choices
+from halma.models.deepseek_v4.experts import choices, shared_expert
 from halma.models.deepseek_v4.program import Step, V4Model
+from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
 from halma.models.deepseek_v4.runner import V4Runner
 from halma.models.deepseek_v4.weights import FfnWeights
 
@@ -31,31 +38,39 @@ NAP: Final = 0.0005
 class SpreadExperts:
     """See :class:`halma.models.deepseek_v4.experts.Experts`; :func:`spread` makes it.
 
+    Args:
+        ranks: that have the same rows.
+
     Attributes:
         steps: that this rank issued.
     """
 
-    def __init__(self, exchange: Exchange, peers: Peers) -> None:
+    even = True
+
+    def __init__(self, exchange: Exchange, peers: Peers, ranks: Ranks = ONE_RANK) -> None:
         geometry, rank = exchange.geometry, exchange.rank
         self.held: bool | tuple[int, int] = (geometry.first(rank), geometry.first(rank + 1))
         self.nbytes = geometry.places.end
         self.steps = 0
-        self._exchange, self._peers = exchange, peers
+        self._exchange, self._peers, self._ranks = exchange, peers, ranks
 
     def ffn(self, model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> torch.Tensor:
-        """x [M, D] -> [M, D]; the shared expert is this rank's own, on a stream beside the exchange."""
+        """x [M, D] -> this rank's part of [M, D]; the shared expert is made on a stream beside the exchange."""
         ops, limit, ws = model.ops, model.config.swiglu_limit, model.workspace
+        own = slice(*share(x.shape[0], self._ranks))
+        out = ws.take(tuple(x.shape), x.dtype)
         with fork(model.side, ws) as branch:
             with branch:
-                shared = ops.swiglu(ops.linear(x, w.shared_gate_up), limit)
-                shared = ops.linear(shared, w.shared_down)
+                shared_expert(model, x, w, out)
             ids, weights = choices(model, x, w, step)
-            h = self._exchange.dispatch(x, ids, weights)
+            h = self._exchange.dispatch(x[own], ids[own], weights[own])
             counts, offsets = h.counts, h.offsets
             parts = ops.grouped_ffn(h.rows, h.scales, h.index, h.weights, counts, offsets, w.gate_up, w.down, limit)
-            routed = self._exchange.combine(parts, h, out=ws.take(tuple(x.shape), model.accumulator))
+            routed = self._exchange.combine(parts, h, out=ws.take(tuple(x[own].shape), model.accumulator))
             branch.join()
-            return ops.add_rows(routed, shared, x.dtype)
+        if own.start < own.stop:
+            ops.add_rows(routed, out[own], x.dtype, out=out[own])
+        return out
 
     def begin_step(self) -> None:
         """Tell the others that there is one more, for which they are waited."""
@@ -78,7 +93,8 @@ class SpreadExperts:
             RankError: as :meth:`poll`.
         """
         self._peers.say_done()
-        empty = runner.decode_descriptor(1, 1, "greedy")
+        drafts = runner.options.mtp
+        empty = runner.verify_descriptor(1, drafts, 1, "greedy") if drafts else runner.decode_descriptor(1, 1, "greedy")
         while True:
             done = self._peers.all_done  # before the look at how far they are: whoever is done makes no step of its own
             if self.steps < self._peers.furthest:
@@ -97,13 +113,27 @@ class SpreadExperts:
         self._peers.leave(reason)
 
 
+def share(rows: int, ranks: Ranks) -> tuple[int, int]:
+    """Which of ``rows`` rows that several ranks have a rank sends, from, to; some send none where there are few.
+
+    The first ranks send one more than the others, so that no rank sends more of fewer rows: steps take scratch for
+    what they send, and the largest is planned for all (W1).
+    """
+    each, rest = divmod(rows, ranks.size)
+    first = ranks.rank * each + min(ranks.rank, rest)
+    return first, first + each + (ranks.rank < rest)
+
+
 @contextmanager
-def spread(config: V4Config, group: Group, *, tokens: int, carrier: torch.dtype) -> Iterator[SpreadExperts]:
+def spread(
+    config: V4Config, group: Group, *, tokens: int, carrier: torch.dtype, ranks: Ranks = ONE_RANK
+) -> Iterator[SpreadExperts]:
     """The experts of a model over the ranks of a group. All ranks come, in and out.
 
     Args:
         tokens: most rows of a step.
         carrier: dtype of activations.
+        ranks: those of the group that share this rank's attention and have its rows.
 
     Raises:
         CollectiveError: fewer experts than ranks, or ranks that differ.
@@ -113,14 +143,14 @@ def spread(config: V4Config, group: Group, *, tokens: int, carrier: torch.dtype)
     peers = Peers(group.ranks, boards, processes, [f"rank {n} ({name})" for n, name in enumerate(group.ranks.names)])
     exchange = Exchange.open(
         group,
-        max_tokens=tokens,
+        max_tokens=-(-tokens // ranks.size),
         hidden=config.hidden_size,
         top_k=config.num_experts_per_tok,
         experts=config.n_routed_experts,
         payload=PAYLOADS[carrier],
     )
     try:
-        yield SpreadExperts(exchange, peers)
+        yield SpreadExperts(exchange, peers, ranks)
     except BaseException as error:
         peers.leave(str(error) or type(error).__name__)
         raise

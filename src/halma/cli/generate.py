@@ -14,7 +14,7 @@ from halma.cli.generate_report import parallel_of, print_summary, result_of, run
 from halma.cli.mtp import AHEAD_HELP, MTP_HELP, drafts_of, with_mtp
 from halma.cli.output import at_least_one, emit_json, progress_bar
 from halma.cli.prompts import read_prompts
-from halma.cli.spread import EP_HELP, generate_spread, refuse_beside_ep
+from halma.cli.spread import EP_HELP, Serving, check_parallel, generate_spread
 from halma.cli.team import Team, assembled, divisible
 from halma.hal.errors import RequestError
 from halma.hal.settings import settings
@@ -72,20 +72,21 @@ def generate(
     at_least_one("--ep", ep)
     if tp < 1:
         raise RequestError("--tp takes a number from 1 on", asked=f"--tp {tp}", do="--tp 1 or more")
-    refuse_beside_ep(ep, tp, mtp, stop)
     drafts = drafts_of(mtp)
-    with assembled(max(tp, ep), "generate", f"--ep {ep}" if ep > 1 else "") as team:
+    # Ranks that share their attention have the same requests: one group of them, or several that exchange rows.
+    groups, asked = check_parallel(ep, tp, drafts)
+    with assembled(tp * groups, "generate", asked) as team:
         # Alone this comes before torch is imported: a wrong name is answered at once.
         chosen = team.together("the backend", lambda: team.backend(backend))
         from halma.models.deepseek_v4.load import resolve_model
 
-        source = team.together("the model", lambda: divisible(resolve_model(model), tp))
+        source = team.together("the model", lambda: divisible(resolve_model(model), tp, ep))
         prompts = team.from_first(
             "the prompts", lambda: read_prompts(prompt, file, prompt_ids, lambda text: source.codec.encode(text))
         )
         if len(prompts) == 1:
-            prompts = prompts * (batch * ep)
-        longest, share = max(map(len, prompts)), -(-len(prompts) // ep)
+            prompts = prompts * (batch * groups)
+        longest, share = max(map(len, prompts)), -(-len(prompts) // groups)
         need = context or longest + max_tokens
 
         def sized() -> RunnerOptions:
@@ -99,14 +100,14 @@ def generate(
         requests = [replace(request, stop_text=tuple(stop or ())) for request in requests]
         if temperature == 0 and top_p < 1 and team.speaks:
             print("halma: note: --top-p has no effect at temperature 0, which is greedy", file=sys.stderr)
-        if ep > 1:
-            generate_spread(team, source, chosen, options, requests, json=json)
+        if groups > 1:
+            generate_spread(team, source, chosen, options, requests, Serving(tp, drafts, ahead, json))
             return
         show = _Show(source, stream=stream and not json and team.speaks)
         tabled = team.from_first(
             "what to report", lambda: not json and (sys.stdout.isatty() if table is None else table)
         )
-        how = _How(drafts, ahead, silent=json or not team.speaks, measured=json or tabled)
+        how = _How(drafts, ahead, ep > 1, silent=json or not team.speaks, measured=json or tabled)
         result = _generated(team, source, chosen, options, requests, show, how)
     if not team.speaks:
         return
@@ -118,10 +119,12 @@ def generate(
 
 @dataclass(frozen=True)
 class _How:
-    """How to serve: the engine's options, whether to say how it goes, and to measure for a report afterwards."""
+    """How to serve: the engine's options, whether each rank has a part of the experts (``parted``) or of each expert,
+    whether to say how it goes, and to measure for a report afterwards."""
 
     drafts: int | str | None
     ahead: int
+    parted: bool
     silent: bool
     measured: bool
 
@@ -162,12 +165,19 @@ def _generated(
     how: _How,
 ) -> dict[str, Any]:
     """Load, run, report: on every rank. Their requests are the same, so all that they decide is."""
+    from halma.models.deepseek_v4.experts import OWN_EXPERTS
     from halma.models.deepseek_v4.load import default_carrier, load_v4
+    from halma.models.deepseek_v4.parted import PartedExperts
 
     carrier = default_carrier(backend, options.arithmetic)
     with team.divided(backend, source.config, options.most_rows, carrier) as ranks:
+        experts = PartedExperts(source.config, ranks) if how.parted else OWN_EXPERTS
         with progress_bar("loading", disable=how.silent) as loading:
-            loaded = team.together("loading", lambda: load_v4(source, backend, options, ranks=ranks, progress=loading))
+
+            def load() -> Loaded:
+                return load_v4(source, backend, options, ranks=ranks, experts=experts, progress=loading)
+
+            loaded = team.together("loading", load)
         for note in loaded.notes if team.speaks else ():
             print(f"halma: note: {note}", file=sys.stderr)
         engine = team.together("the engine", lambda: _engine(loaded, how, show))
@@ -183,6 +193,9 @@ def _generated(
             result["mtp"] = {**(engine.drafting() or {}), "time_share": _time_share(loaded)}
         if team.size > 1:
             result["tensor_parallel"] = parallel_of(team, ranks, loaded)
+        if how.parted:
+            held = team.ranks.exchange("the experts of each", experts.held)
+            result["expert_parallel"] = [{"experts": one} for one in held]
         loaded.runner.close()
     return result
 

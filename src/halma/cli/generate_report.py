@@ -123,4 +123,7 @@ def print_summary(result: dict[str, Any]) -> None:
             ("ranks", f"{parallel['size']}: weights and state {', '.join(each)} MiB"),
             ("all-reduces", f"{way}, by {parallel['all_reduce_algorithm']}"),
         ]
+    if "expert_parallel" in result:
+        each = [one["experts"] for one in result["expert_parallel"]]
+        rows.append(("experts", ", ".join(f"{first} to {last - 1}" for first, last in each)))
     print_table(("", ""), rows)

@@ -1,9 +1,13 @@
-"""``halma generate --ep N``: requests by turns to N ranks, each of which holds a part of the experts."""
+"""``halma generate --ep N``: requests by turns to N ranks, each of which holds a part of the experts.
+
+With ``--tp T`` inside, T ranks share the attention of their requests: N / T groups, each with requests of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from halma.cli.generate_report import result_of, run_engine
@@ -15,27 +19,56 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from halma.hal.backend import Backend
-    from halma.models.deepseek_v4.engine import Request
+    from halma.models.deepseek_v4.engine import Engine, Generation, Request
     from halma.models.deepseek_v4.load import ModelSource
     from halma.models.deepseek_v4.runner import RunnerOptions
 
-EP_HELP = "Ranks that each attend for requests of their own and hold a part of the experts, as torchrun starts them."
+EP_HELP = (
+    "Ranks that each hold a part of the experts, as torchrun starts them. Each attends for requests of its own; with "
+    "--tp T, T of them together."
+)
 
 
-def refuse_beside_ep(ep: int, tp: int, mtp: object, stop: object) -> None:
-    """What does not go with ``--ep``.
+EACH = ("experts", "steps", "memory_bytes", "mtp")
+"""What is reported of each rank."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How to serve: ranks that share the attention, the engine's options, and whether one JSON object is printed."""
+
+    tp: int
+    drafts: int | str | None
+    ahead: int
+    json: bool
+
+
+def check_parallel(ep: int, tp: int, drafts: int | str | None) -> tuple[int, str]:
+    """How many groups of ranks ``--ep`` and ``--tp`` make, each with requests of its own, and the options in words.
 
     Raises:
-        RequestError: naming the options.
+        RequestError: experts over a part of the ranks that share the attention, or drafts whose number changes where
+            groups exchange rows; the legal values are named.
     """
-    beside = [name for name, value in (("--tp", tp != 1), ("--mtp", mtp), ("--stop", stop)) if value]
-    if ep > 1 and beside:
+    if ep == 1:
+        return 1, ""
+    asked = f"--ep {ep}" if tp == 1 else f"--ep {ep} --tp {tp}"
+    if ep % tp:
+        legal = [str(one) for one in range(1, ep + 1) if ep % one == 0]
         raise RequestError(
-            "these options do not go with --ep yet",
-            asked=f"--ep {ep} with {', '.join(beside)}",
-            found="ranks of --ep hold whole matrices, and make equally many exchanges a step",
-            do="leave them out; --tp N divides every matrix, the experts' too",
+            "these numbers of ranks do not go together",
+            asked=asked,
+            found=f"{ep} ranks hold the experts, and they are no whole number of groups of {tp}",
+            do=f"with --ep {ep}: --tp {', '.join(legal[:-1])} or {legal[-1]}; or --tp {tp} alone",
         )
+    if ep > tp and drafts == "auto":
+        raise RequestError(
+            "ranks that exchange rows need one number of drafts",
+            asked=f"{asked} --mtp auto",
+            found="each token that a step drafts is an exchange, and all ranks' steps have equally many",
+            do=f"--mtp 1 to 8, or --ep {ep} --tp {ep}, where ranks have the same requests and exchange no rows",
+        )
+    return ep // tp, asked
 
 
 def generate_spread(
@@ -44,8 +77,7 @@ def generate_spread(
     backend: Backend,
     options: RunnerOptions,
     requests: list[Request],
-    *,
-    json: bool,
+    how: Serving,
 ) -> None:
     """Every rank's part of the command; rank 0 prints."""
     import torch.distributed as distributed
@@ -57,13 +89,19 @@ def generate_spread(
 
     group = team.together("the group", lambda: halma.collectives(world=distributed.group.WORLD, backend=backend))
     carrier = default_carrier(backend, options.arithmetic)
+    groups = team.size // how.tp
     with contextlib.ExitStack() as held:
-        manager = spread(source.config, group, tokens=options.most_rows, carrier=carrier)
+        ranks = held.enter_context(team.divided(backend, source.config, options.most_rows, carrier, how.tp))
+        manager = spread(source.config, group, tokens=options.most_rows, carrier=carrier, ranks=ranks)
         experts = team.together("the exchange", lambda: held.enter_context(manager))
-        loaded = team.together("loading", lambda: load_v4(source, backend, options, experts=experts))
-        engine = Engine(loaded.runner)
-        mine = requests[team.rank :: team.size]
-        generations = [engine.submit(request) for request in mine]
+        loaded = team.together("loading", lambda: load_v4(source, backend, options, ranks=ranks, experts=experts))
+        decoder = None if loaded.codec is None else loaded.codec.decode
+
+        def ready() -> tuple[Engine, list[Generation]]:
+            made = Engine(loaded.runner, ahead=how.ahead, drafts=how.drafts, decoder=decoder)
+            return made, [made.submit(request) for request in requests[team.rank // how.tp :: groups]]
+
+        engine, generations = team.together("the requests", ready)
         # The same ladder on every rank: where a dry run works for real, it exchanges rows with the others'.
         variants = sorted({"sample" if request.temperature > 0 else "greedy" for request in requests})
         team.together("capturing", lambda: loaded.runner.prepare(loaded.runner.descriptors(variants)))
@@ -71,6 +109,9 @@ def generate_spread(
         if generations:
             result = result_of(loaded, engine, generations, run_engine(engine))
         experts.go_along(loaded.runner)
+        tokens = [(generation.tokens, generation.finish) for generation in generations]
+        team.together("the tokens", lambda: ranks.require_same("their tokens", tokens))
+        result["mtp"] = engine.drafting()
         result["memory_bytes"]["exchange"] = experts.nbytes
         result["experts"] = experts.held
         result["steps"] = experts.steps
@@ -80,11 +121,13 @@ def generate_spread(
         return
     merged = {
         **everybody[0],
-        "generations": by_turns([one["generations"] for one in everybody], len(requests)),
-        "tokens_per_second": sum(one.get("tokens_per_second", 0.0) for one in everybody),
-        "expert_parallel": [{name: one[name] for name in ("experts", "steps", "memory_bytes")} for one in everybody],
+        "generations": by_turns([one["generations"] for one in everybody[:: how.tp]], len(requests)),
+        "tokens_per_second": sum(one.get("tokens_per_second", 0.0) for one in everybody[:: how.tp]),
+        "expert_parallel": [{name: one[name] for name in EACH} for one in everybody],
+        **({"tensor_parallel": {"size": how.tp, "groups": groups}} if how.tp > 1 else {}),
     }
-    if json:
+    del merged["mtp"]  # each group has drafts of its own
+    if how.json:
         emit_json(merged)
         return
     print_texts(source, requests, merged["generations"])

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from halma.hal.backend import Backend
     from halma.hal.collectives.contract import Ranks as HostRanks
+    from halma.hal.collectives.group import Group
     from halma.models.deepseek_v4.config import V4Config
     from halma.models.deepseek_v4.load import ModelSource
     from halma.models.deepseek_v4.ranks import Ranks
@@ -172,21 +173,28 @@ class Team:
         return halma.backend(name)
 
     @contextlib.contextmanager
-    def divided(self, backend: Backend, config: V4Config, tokens: int, carrier: torch.dtype) -> Iterator[Ranks]:
+    def divided(
+        self, backend: Backend, config: V4Config, tokens: int, carrier: torch.dtype, tp: int | None = None
+    ) -> Iterator[Ranks]:
         """The ranks as a model's steps see them, with the memory that their messages need.
 
         Args:
             tokens: most rows of a step.
             carrier: dtype of activations.
+            tp: ranks that share the attention: ``tp`` that follow one another; by default all.
         """
         from halma.models.deepseek_v4.ranks import ONE_RANK, divided
 
-        if self.size == 1:
+        tp = tp or self.size
+        if tp == 1:
             yield ONE_RANK
             return
         import halma
 
-        group = self.together("the group", lambda: halma.collectives(world=_world(backend), backend=backend))
+        def made() -> Group:
+            return halma.collectives(world=_world(backend, self, tp), backend=backend)
+
+        group = self.together("the group", made)
         with contextlib.ExitStack() as held:
             manager = divided(config, group, tokens=tokens, carrier=carrier)
             yield self.together("the shared memory", lambda: held.enter_context(manager))
@@ -197,15 +205,17 @@ class Team:
         return self.ranks.exchange(f"{stage}, from rank 0", mine)[0]
 
 
-def divisible(source: ModelSource, tp: int) -> ModelSource:
-    """``source``, which ``tp`` ranks can share.
+def divisible(source: ModelSource, tp: int, ep: int = 1) -> ModelSource:
+    """``source``, which ``tp`` ranks can share, and its experts ``ep``.
 
     Raises:
         ModelError: they cannot; the numbers of ranks that can are named.
     """
+    from halma.models.deepseek_v4.parted import check_parts
     from halma.models.deepseek_v4.preparation import check_world
 
     check_world(source.config, tp)
+    check_parts(source.config, ep)
     return source
 
 
@@ -244,14 +254,17 @@ def assembled(tp: int, command: str, asked: str = "") -> Iterator[Team]:
     distributed.destroy_process_group()
 
 
-def _world(backend: Backend) -> Any:
-    """All ranks, with the vendor's collectives for what no channel does."""
+def _world(backend: Backend, team: Team, tp: int) -> Any:
+    """The ``tp`` ranks that this one is among, with the vendor's collectives for what no channel does."""
     import torch.distributed as distributed
 
     kind = backend.device.torch_device.type
-    if kind == "cpu":
+    if kind == "cpu" and tp == team.size:
         return distributed.group.WORLD
-    return distributed.new_group(backend=f"cpu:gloo,{kind}:{backend.collectives.torch_backend}")
+    named = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend.collectives.torch_backend}"
+    # Every rank makes every group, in the same order: torch asks for it.
+    made = [distributed.new_group(list(range(n, n + tp)), backend=named) for n in range(0, team.size, tp)]
+    return made[team.rank // tp]
 
 
 def _meeting(place: Place, seconds: float) -> Any:

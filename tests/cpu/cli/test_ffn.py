@@ -144,15 +144,6 @@ def test_expert_parallel_ranks_give_the_texts_of_one_process(halma: Halma):
     assert len({one["steps"] for one in ranks}) == 1, "equally many steps, whoever has how many requests"
 
 
-@pytest.mark.parametrize("beside", [("--tp", "2"), ("--mtp", "2"), ("--stop", "x")])
-def test_what_does_not_go_with_ep_is_refused(monkeypatch, halma: Halma, beside: tuple[str, str]):
-    for name in LAUNCHER:
-        monkeypatch.delenv(name, raising=False)
-    done = halma("generate", "--backend", "cpu", "--prompt", "a", "--ep", "2", *beside)
-    assert done.code == 2 and not done.out
-    assert "do not go with --ep yet" in done.err and beside[0] in done.err
-
-
 @pytest.mark.parametrize(("ep", "words"), [("0", "--ep takes a number from 1 on"), ("2", "not set: RANK")])
 def test_numbers_of_ep_ranks_that_cannot_be_are_refused(monkeypatch, halma: Halma, ep: str, words: str):
     for name in LAUNCHER:
