@@ -224,7 +224,7 @@ class SimtChannel:
             row_units if fused else 0,
         )
         if mixes:
-            place = mixed.mixed_geometry(call.row_length, size, self.resident_threads, self.target.warp_width)
+            place = mixed.mixed_geometry(call.row_length, size, self.resident_threads)
         elif choice.threads > 1 and not fused:  # 1 is "not chosen"
             place = Geometry(choice.blocks, choice.threads, place.pieces)
         name = mixed.kernel_name(call, place) if mixes else _kernel_name(call, way, fused, row_units, place)

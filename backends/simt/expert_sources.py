@@ -9,9 +9,11 @@ from halma.backends.simt.sources import Target, text_of
 from halma.hal.backend import KernelSource
 from halma.hal.errors import KernelError
 
-HEADERS: Final = ("dialect.h", "matrix.h", "rounding.h")
+HEADERS: Final = ("dialect.h", "dialect_musa.h", "matrix.h", "matrix_musa.h", "rounding.h")
 BITS: Final = {"plain": 16, "fp8_block128": 8, "fp4_block32": 4}
 """Bits of a weight by its format; plain ones are bf16."""
+FRAGMENT_LANES: Final = 32
+"""Of a warp that holds the fragments of a product (matrix.h)."""
 MOST_EXPERTS: Final = 256
 MOST_PAIRS: Final = 64
 """(token, expert) pairs that every block lays out for itself, without a launch before."""

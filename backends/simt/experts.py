@@ -16,6 +16,7 @@ from halma.backends.simt import expert_sources
 from halma.backends.simt.expert_sources import (
     BITS,
     FP4_PAIRS,
+    FRAGMENT_LANES,
     MOST_EXPERTS,
     MOST_PAIRS,
     THIN,
@@ -29,7 +30,7 @@ from halma.backends.simt.expert_sources import (
 )
 from halma.backends.simt.sources import Target
 from halma.hal.backend import Backend
-from halma.hal.errors import DispatchError
+from halma.hal.errors import DispatchError, HalmaError
 from halma.hal.registry import default_registry
 from halma.hal.routes import Call
 from halma.hal.workspace import Workspace
@@ -58,7 +59,19 @@ def _weights(call: Call) -> str | None:
     experts, _, width = gate_up.shape
     if experts > MOST_EXPERTS:
         return f"{experts} experts, its tables hold {MOST_EXPERTS}"
-    return why_not_sizes(BITS[gate_up.format], width, down.shape[2])
+    return why_not_sizes(BITS[gate_up.format], width, down.shape[2]) or _other_warps(call.backend)
+
+
+def _other_warps(backend: str) -> str | None:
+    """Why the device of this backend cannot hold a product's fragments, or None; of one that cannot be opened nobody
+    asks for a product."""
+    try:
+        width = default_registry().select(backend).capabilities.warp_width
+    except HalmaError:
+        return None
+    if width == FRAGMENT_LANES:
+        return None
+    return f"warp_width is {width}, fragments of its products lie on warps of {FRAGMENT_LANES} lanes"
 
 
 def _short(dtype: torch.dtype) -> str:

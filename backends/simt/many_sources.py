@@ -8,7 +8,7 @@ from typing import Final
 from halma.backends.simt.sources import Target, text_of
 from halma.hal.backend import KernelSource
 
-HEADERS: Final = ("dialect.h", "matrix.h", "warpgroup.h", "rounding.h")
+HEADERS: Final = ("dialect.h", "dialect_musa.h", "matrix.h", "matrix_musa.h", "warpgroup.h", "rounding.h")
 ENTRIES: Final = ("up_many", "down_many", "stage_bfloat16", "stage_float32", "stage_e4m3")
 THREADS: Final = 3 * 128
 """Of a block that multiplies: a group that copies, two that multiply."""

@@ -1,8 +1,10 @@
 """Every choice of memory order, in one table per backend (C13). Kernels name the *use*; this table names the primitive.
 
 A use is a macro ``HALMA_ORDER_...``; :func:`defines` gives it to the compiler, so that nothing else can choose.
-Primitives are functions of ``kernels/dialect.h``. *Relaxed* is single-copy atomic an element at system scope and
-bypasses the first-level cache; what orders it is said in ``why``.
+Primitives are functions of ``kernels/dialect.h`` and ``kernels/dialect_musa.h``. *Relaxed* is single-copy atomic an
+element at system scope and, on CUDA, bypasses the first-level cache; what orders it is said in ``why``. On MUSA nothing
+says that: there a word that is polled is *fresh* (behind an invalidation, or by an atomic), and one that somebody polls
+is *sent*.
 """
 
 from __future__ import annotations
@@ -65,36 +67,46 @@ TABLE: Final = (
     Order(
         "WORD_STORE",
         "store16_relaxed",
-        None,
+        "store16_sent",
         "the flag is in the same 8 bytes as its data, so there is no order to keep; needs 8-byte store atomicity (C19)",
         _WORDS,
     ),
     Order(
         "WORD_LOAD",
         "load16_relaxed",
-        None,
+        "load16_fresh",
         "each 8-byte half carries its own flag; bypasses L1, or a poll would never end",
         _WORDS,
     ),
     Order(
-        "SENTINEL_STORE", "store16_relaxed", None, "each 4-byte word is its own flag; needs 4-byte atomicity", _SENTINEL
+        "SENTINEL_STORE",
+        "store16_relaxed",
+        "store16_sent",
+        "each 4-byte word is its own flag; needs 4-byte atomicity",
+        _SENTINEL,
     ),
     Order(
         "SENTINEL_LOAD",
         "load16_relaxed",
-        None,
+        "load16_fresh",
         "each word is its own flag; bypasses L1, or a poll would never end",
         _SENTINEL,
     ),
     Order(
         "SENTINEL_CLEAR",
         "store16_relaxed",
-        None,
+        "store16_relaxed",
         "after the read by data dependence; the sender writes this word "
         "again two calls on, when this kernel has ended: no fence with two buffers",
         _SENTINEL,
     ),
-    Order("CHUNK_STORE", "store16_relaxed", None, "ordered by the release that follows the block's barrier", _CHUNKS),
+    Order(
+        "CHUNK_STORE",
+        "store16_relaxed",
+        "store16_relaxed",
+        "ordered by the release that follows the block's barrier",
+        _CHUNKS,
+    ),
     Order(
         "SCALE_STORE",
         "store4_relaxed",
@@ -102,11 +114,25 @@ TABLE: Final = (
         "of a row on its way, ordered like the row by the release that follows the warp's barrier",
         _EXCHANGE,
     ),
-    Order("CHUNK_LOAD", "load16_relaxed", None, "behind an acquire by another thread and the block's barrier", _CHUNKS),
+    Order(
+        "CHUNK_LOAD",
+        "load16_relaxed",
+        "load16_relaxed",
+        "behind an acquire by another thread and the block's barrier",
+        _CHUNKS,
+    ),
+    Order(
+        "BEFORE_PUBLISH",
+        "no_fence",
+        "fence_system",
+        "a release at system scope is cumulative on CUDA; nothing says so of MUSA, where every thread that stored "
+        "fences before the barrier (vllm-project/vllm#50941)",
+        _CHUNKS,
+    ),
     Order(
         "FLAG_PUBLISH",
         "store4_release",
-        None,
+        "store4_release",
         "release at system scope is cumulative: it covers what the other threads stored before the block's barrier",
         _CHUNKS,
     ),
@@ -146,26 +172,32 @@ TABLE: Final = (
     Order(
         "PART_STORE",
         "store8_relaxed",
-        "store8_relaxed",
+        "store8_sent",
         "the flag is in the same 8 bytes as its value, in memory of this device alone",
         _STREAMS,
     ),
     Order(
         "PART_LOAD",
         "load16_relaxed",
-        None,
+        "load16_fresh",
         "each 8-byte half carries its own flag; bypasses L1, or a poll would never end",
         _STREAMS,
     ),
     Order(
         "HEADER_STORE",
         "store16_relaxed",
-        None,
+        "store16_sent",
         "digest and epoch in one 8-byte word; below 8-byte atomicity the "
         "header goes by BEFORE_EXCHANGE and FLAG_EXCHANGE instead",
         _MIXED,
     ),
-    Order("HEADER_LOAD", "load8_relaxed", None, "digest and epoch are read as one 8-byte word; bypasses L1", _MIXED),
+    Order(
+        "HEADER_LOAD",
+        "load8_relaxed",
+        "load8_fresh",
+        "digest and epoch are read as one 8-byte word; bypasses L1",
+        _MIXED,
+    ),
     Order(
         "FAULT_LOAD",
         "load4_relaxed",
@@ -205,7 +237,7 @@ TABLE: Final = (
     Order(
         "RING_PUBLISH",
         "store4_release",
-        None,
+        "store4_release",
         "as FLAG_PUBLISH; where stores are unknown the flag goes by BEFORE_EXCHANGE and FLAG_EXCHANGE instead",
         _RINGS,
     ),

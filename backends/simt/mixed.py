@@ -12,7 +12,7 @@ from halma.hal.collectives.mixing import COLUMNS, DTYPES, MOST_ROWS, blocks_of, 
 from halma.hal.errors import CollectiveError
 
 WARPS: Final = 8
-"""That move data: one a row."""
+"""Teams of lanes that move data: one a row, two columns a lane; a warp, or a part of a wider one."""
 
 
 def refusals(call: Call, size: int, resident_threads: int) -> list[str]:
@@ -21,9 +21,9 @@ def refusals(call: Call, size: int, resident_threads: int) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def mixed_geometry(row_length: int, size: int, resident_threads: int, warp_width: int) -> Geometry:
+def mixed_geometry(row_length: int, size: int, resident_threads: int) -> Geometry:
     """Blocks for the columns, threads for the rows; a function of no row count, as a row's sums depend on it (C1)."""
-    return Geometry(blocks_of(row_length, most_blocks(size, resident_threads)), WARPS * warp_width)
+    return Geometry(blocks_of(row_length, most_blocks(size, resident_threads)), WARPS * COLUMNS // 2)
 
 
 def kernel_name(call: Call, place: Geometry) -> str:

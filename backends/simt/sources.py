@@ -22,6 +22,7 @@ ROW_COUNTS: Final = (1, 2, 4, 8)
 """That the kernels of streams.cu are written for; a call takes the first that holds its rows."""
 HEADERS: Final = (
     "dialect.h",
+    "dialect_musa.h",
     "channel.h",
     "numbers.h",
     "push.h",

@@ -1,5 +1,4 @@
-"""The experts' kernels compile for every declared architecture (K4), with the memory that launches are given; what MUSA
-has no known spelling for is an error (K2)."""
+"""The experts' kernels compile for every declared architecture (K4), with the memory that launches are given."""
 
 from __future__ import annotations
 
@@ -59,11 +58,3 @@ def test_another_size_than_a_launch_is_given_does_not_compile(name: str) -> None
     source = products_source(8, SHARED["sm_90"], target("sm_90"))
     found = compiled(nvrtc, replace(source, defines={**source.defines, name: "128u"}), "sm_90")
     assert not found.ok and "static assertion failed" in found.log
-
-
-@pytest.mark.invariant("K2")
-def test_musa_has_no_products_of_fragments() -> None:
-    musa = Target("musa", 32, False, 0, 1_000_000)
-    for source in (products_source(16, 1 << 18, musa), rows_source(musa)):
-        found = compiled(nvrtc, source, "sm_90")
-        assert not found.ok and "products of fragments" in found.log

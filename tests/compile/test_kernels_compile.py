@@ -64,60 +64,6 @@ def test_dependent_launch_on_a_device_without_it_is_an_error() -> None:
     assert not found.ok and "dependent launch needs sm_90" in found.log
 
 
-def musa(*, warp: int = 32, atomicity: int = 0, dependent: bool = False, khz: int | None = 1000000) -> Target:
-    return Target("musa", warp, dependent, atomicity, khz)
-
-
-@pytest.mark.invariant("K2")
-@pytest.mark.parametrize("unit", [name for name, unit in UNITS.items() if unit.push])
-def test_push_kernels_do_not_compile_for_musa(unit: str) -> None:
-    """A compile error that says what is missing, not an empty body."""
-    found = compiled(nvrtc, source(unit, 2, musa()), "sm_90")
-    assert not found.ok and "bypasses the first-level cache" in found.log
-
-
-@pytest.mark.invariant("K2")
-@pytest.mark.parametrize(
-    "target,said",
-    (
-        (musa(dependent=True), "grid-dependency wait"),
-        (musa(atomicity=8), "has not been probed"),
-        (musa(khz=None), "rate of clock64"),
-        (musa(warp=128), "128 lanes"),
-    ),
-    ids=("dependent-launch", "atomicity", "clock", "warp-128"),
-)
-def test_what_is_not_known_of_musa_is_an_error(target: Target, said: str) -> None:
-    found = compiled(nvrtc, source("staged", 2, target), "sm_90")
-    assert not found.ok and said in found.log
-
-
-@pytest.mark.invariant("K2", control=True)
-@pytest.mark.evidence("contract")
-@pytest.mark.parametrize("unit", [name for name, unit in UNITS.items() if not unit.push])
-def test_staged_kernels_are_sound_in_the_musa_spelling(unit: str) -> None:
-    """The names that both vendors share stand in for MUSA's own compiler: this shows that the branch is C++ and
-    complete, not that it is right on a MUSA device."""
-    half = '"half.h"'
-    conversions = (
-        "__device__ inline unsigned short __half_as_ushort(unsigned short h) { return h; }\n"
-        "__device__ inline unsigned short __ushort_as_half(unsigned short h) { return h; }\n"
-        "__device__ inline unsigned short __float2half_rn(float f) {"
-        ' unsigned short h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }\n'
-        "__device__ inline float __half2float(unsigned short h) {"
-        ' float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }\n'
-    )
-    plain = source(unit, 2, musa())
-    ready = replace(
-        plain, headers={**plain.headers, "half.h": conversions}, defines={**plain.defines, "HALMA_MUSA_HALF": half}
-    )
-    found = compiled(nvrtc, ready, "sm_80")
-    assert found.ok, found.log
-    assert found.entries() >= set(UNITS[unit].entries)
-    refused = compiled(nvrtc, plain, "sm_80")
-    assert not refused.ok and "fp16 conversions" in refused.log
-
-
 def test_other_world_sizes_are_refused() -> None:
     with pytest.raises(KernelError, match="3 ranks"):
         source("reduce", 3, cuda("sm_90"))

@@ -44,9 +44,3 @@ def test_another_size_than_a_launch_is_given_does_not_compile() -> None:
 def test_other_architectures_have_no_products_of_warp_groups(arch: str) -> None:
     found = compiled(nvrtc, many_source(SIZES[0], HOPPER), arch)
     assert not found.ok and "sm_90a alone" in found.log
-
-
-@pytest.mark.invariant("K2")
-def test_musa_has_no_products_of_warp_groups() -> None:
-    found = compiled(nvrtc, many_source(SIZES[0], Target("musa", 32, False, 0, 1_000_000)), "sm_90")
-    assert not found.ok and "products of warp groups" in found.log

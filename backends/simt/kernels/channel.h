@@ -4,6 +4,10 @@
 #pragma once
 #include "dialect.h"
 
+#if defined(HALMA_MUSA) && !defined(HALMA_CLOCK_KHZ)
+#error "MUSA: HALMA_CLOCK_KHZ, the rate of clock64(), comes from the device's properties: waits are bounded by it"
+#endif
+
 #define SIZE HALMA_SIZE  // ranks, known when this is compiled
 static_assert(SIZE >= 2 && SIZE <= 8, "ranks of a channel");
 static_assert(HALMA_WARP >= 16, "lanes 0..7 of the spare warp serve the peers, 8 and 9 the flight recorder");
@@ -91,6 +95,9 @@ DEVICE bool later(u32 seen, u32 expected) { return seen != 0u && static_cast<int
 // Where a thread stands. `apart`: so many blocks, the last ones, move no data; the first of them does the header, for
 // kernels whose barriers every warp of a block must join.
 DEVICE Turn stand(const Args& a, u32 apart = 0u) {
+#if HALMA_SOFT_BARRIERS
+  barriers_begin();
+#endif
   Turn t;
   u32 blocks = gridDim.x - apart;
   t.threads = blockDim.x - HALMA_WARP;

@@ -73,6 +73,7 @@ DEVICE void take_piece(const Turn& t, const u8* box, u8* out, u32 first, Span sp
 // The block's stores of a piece, then a flag for each rank in `receivers`: the barrier hands all threads' stores to
 // those that release.
 DEVICE void publish(const Args& a, const Turn& t, u32 phase, u32 index, u32 receivers) {
+  HALMA_ORDER_BEFORE_PUBLISH();
   block_barrier();
   u32 p = threadIdx.x;
   if (p < SIZE && (receivers >> p & 1u) != 0u)

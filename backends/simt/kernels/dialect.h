@@ -7,7 +7,9 @@
 //   HALMA_STORE_ATOMICITY          bytes of a store to a peer that are never seen in part; 0: not known
 //   HALMA_USES_PUSH                1: the unit uses accesses that must bypass the first-level cache
 //   HALMA_CLOCK_KHZ                MUSA only: ticks of clock64() in a millisecond
-// A primitive that a vendor lacks, or whose spelling is not known, is an #error: never an empty body.
+//   HALMA_FP8_CONVERSIONS          MUSA only, 1: the device's own rounding to e4m3 has been seen to give the bits of ours
+// A primitive that a vendor lacks, or whose spelling is not known, is an #error: never an empty body. What may be left
+// out, since results do not depend on it, is a hint: settle_address() and prefetch_line().
 #pragma once
 
 #if defined(HALMA_CUDA) == defined(HALMA_MUSA)
@@ -37,8 +39,13 @@ static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "sizes of the dialect's inte
 DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 
+struct Alike { u32 before, all; };
+
 // ------------------------------------------------------------------------------------------------ CUDA
 #if defined(HALMA_CUDA)
+
+#define ALL_LANES (static_cast<u32>((1ull << HALMA_WARP) - 1))
+static_assert(HALMA_WARP <= 8u * sizeof(u32), "a mask of lanes is one word");
 
 #if HALMA_DEPENDENT_LAUNCH
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -87,6 +94,7 @@ DEVICE void store4_release(void* to, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+DEVICE void no_fence() {}  // where a release covers what other threads handed over by a barrier
 DEVICE u32 exchange4(void* to, u32 value) {
   u32 old;
   asm volatile("atom.relaxed.sys.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(to), "r"(value) : "memory");
@@ -102,7 +110,7 @@ DEVICE void block_barrier() { asm volatile("barrier.sync 0;" ::: "memory"); }
 // A barrier, and whether `mine` holds for any thread of the block.
 DEVICE bool block_any(bool mine) { return __syncthreads_or(mine) != 0; }
 // What lanes of a warp wrote to shared memory is there for the others.
-DEVICE void warp_barrier() { __syncwarp(static_cast<u32>((1ull << HALMA_WARP) - 1)); }
+DEVICE void warp_barrier() { __syncwarp(ALL_LANES); }
 #if HALMA_USES_PUSH
 // Barrier 1 in two halves: `threads` threads in all, of which those that only arrive do not wait.
 DEVICE void barrier_arrive(u32 threads) { asm volatile("barrier.arrive 1, %0;" ::"r"(threads) : "memory"); }
@@ -112,13 +120,8 @@ DEVICE void barrier_among(u32 threads) { asm volatile("barrier.sync 2, %0;" ::"r
 // The address is known from here on: arithmetic that would otherwise be done when time is short.
 DEVICE void settle_address(u8*& address) { asm volatile("" : "+l"(address)); }
 DEVICE void settle_address(const u8*& address) { asm volatile("" : "+l"(address)); }
-// Of all lanes of a warp: their words or-ed together; those whose word is the same, as bits; and bits counted. On shared
-// memory: a sum whose order does not matter.
-DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), mine); }
-DEVICE u32 warp_alike(u32 mine) { return __match_any_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), mine); }
-DEVICE u32 count_bits(u32 word) { return static_cast<u32>(__popc(word)); }
-DEVICE u32 lowest_bit(u32 word) { return static_cast<u32>(__ffs(static_cast<int>(word))) - 1u; }  // of one that is not 0
-DEVICE void shared_add(u32* to, u32 value) { atomicAdd(to, value); }
+// The words of all lanes of a warp or-ed together.
+DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(ALL_LANES, mine); }
 // Ordinary loads that are under way from here on, without a branch that would first wait for something else; where
 // `wanted` is false nothing is read and the value is 0.
 DEVICE u64 load8_now(const void* from, bool wanted) {
@@ -139,10 +142,19 @@ DEVICE u64 clock_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
   return now;
 }
-// The value of the lane whose number differs in the bits of `mask`; every lane of the warp takes part.
-DEVICE float shuffle_xor(float value, u32 mask) {
-  return __shfl_xor_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), value, mask, HALMA_WARP);
+// The value of the lane whose number differs in the bits of `mask`, or of lane `from`; every lane of the warp takes part.
+DEVICE float shuffle_xor(float value, u32 mask) { return __shfl_xor_sync(ALL_LANES, value, mask, HALMA_WARP); }
+DEVICE u32 shuffle_xor(u32 value, u32 mask) {
+  return __shfl_xor_sync(ALL_LANES, value, static_cast<int>(mask), HALMA_WARP);
 }
+DEVICE u32 shuffle_from(u32 value, u32 from) { return __shfl_sync(ALL_LANES, value, static_cast<int>(from), HALMA_WARP); }
+// Lanes of the warp whose word is this lane's: this one and those in all, and those before this one.
+DEVICE Alike warp_alike(u32 mine) {
+  u32 lanes = __match_any_sync(ALL_LANES, mine), lane = threadIdx.x % HALMA_WARP;
+  return Alike{static_cast<u32>(__popc(lanes & ((1u << lane) - 1u))), static_cast<u32>(__popc(lanes))};
+}
+// On shared memory: a sum whose order does not matter; what was there before.
+DEVICE u32 add_shared(u32* to, u32 value) { return atomicAdd(to, value); }
 DEVICE u32 pack_bf16(float low, float high) {
   u32 word;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -189,92 +201,7 @@ DEVICE u32 native_e4m3(float value) {
 
 // ------------------------------------------------------------------------------------------------ MUSA
 #else
-
-#if HALMA_USES_PUSH
-#error "MUSA: no known spelling of a load that bypasses the first-level cache with 4-, 8- or 16-byte atomicity (C19)"
-#endif
-#if HALMA_DEPENDENT_LAUNCH
-#error "MUSA: no known spelling of the grid-dependency wait and trigger"
-#endif
-#if HALMA_STORE_ATOMICITY
-#error "MUSA: the atomicity of stores over MTLink has not been probed (C19)"
-#endif
-#if !defined(HALMA_CLOCK_KHZ)
-#error "MUSA: HALMA_CLOCK_KHZ, the rate of clock64(), comes from the device's properties"
-#endif
-#if HALMA_WARP > 32
-#error "MUSA: the mask type of shuffles on 128 lanes (arch 2.2 and older) is not known"
-#endif
-
-DEVICE void grid_wait() {}     // the device starts a kernel after the one before it has ended
-DEVICE void grid_trigger() {}
-DEVICE u32 load4_relaxed(const void* from) { return *static_cast<const volatile u32*>(from); }
-DEVICE void store4_relaxed(void* to, u32 value) { *static_cast<volatile u32*>(to) = value; }
-DEVICE u64 load8_relaxed(const void* from) { return *static_cast<const volatile u64*>(from); }
-DEVICE void store8_relaxed(void* to, u64 value) { *static_cast<volatile u64*>(to) = value; }
-DEVICE void fence_system() { __threadfence_system(); }
-// A read that no cache can serve: an atomic at the memory itself.
-DEVICE u32 exchange4(void* to, u32 value) { return atomicExch(static_cast<u32*>(to), value); }
-DEVICE u32 compare_exchange4(void* to, u32 expected, u32 value) {
-  return atomicCAS(static_cast<u32*>(to), expected, value);
-}
-DEVICE u32 load4_acquire(const void* from) {
-  u32 value = atomicAdd(static_cast<u32*>(const_cast<void*>(from)), 0u);
-  __threadfence_system();
-  return value;
-}
-DEVICE void store4_release(void* to, u32 value) {
-  __threadfence_system();
-  atomicExch(static_cast<u32*>(to), value);
-}
-DEVICE Pair load16_relaxed(const void* from) {
-  const volatile u64* words = static_cast<const volatile u64*>(from);
-  return Pair{words[0], words[1]};
-}
-DEVICE void store16_relaxed(void* to, Pair value) {
-  volatile u64* words = static_cast<volatile u64*>(to);
-  words[0] = value.low;
-  words[1] = value.high;
-}
-DEVICE void warp_barrier() { __syncwarp(static_cast<u32>((1ull << HALMA_WARP) - 1)); }
-DEVICE void block_barrier() { __syncthreads(); }
-DEVICE bool block_any(bool mine) {
-  __shared__ u32 any;
-  if (threadIdx.x == 0) any = 0u;
-  __syncthreads();
-  if (mine) any = 1u;
-  __syncthreads();
-  bool found = any != 0u;
-  __syncthreads();
-  return found;
-}
-DEVICE u64 clock_ns() { return static_cast<u64>(clock64()) * 1000000ull / HALMA_CLOCK_KHZ; }
-DEVICE float shuffle_xor(float value, u32 mask) {
-  return __shfl_xor_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), value, mask, HALMA_WARP);
-}
-DEVICE u32 round_bf16(float value) {
-  u32 bits = bits_of(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
-  return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-}
-DEVICE u32 pack_bf16(float low, float high) { return round_bf16(low) | (round_bf16(high) << 16); }
-#if !defined(HALMA_MUSA_HALF)
-#error "MUSA: fp16 conversions need the vendor's header; give HALMA_MUSA_HALF its name"
-#else
-#include HALMA_MUSA_HALF
-DEVICE u32 pack_f16(float low, float high) {
-  return __half_as_ushort(__float2half_rn(low)) | (static_cast<u32>(__half_as_ushort(__float2half_rn(high))) << 16);
-}
-DEVICE float f16_to_float(u16 half) { return __half2float(__ushort_as_half(half)); }
-#endif
-DEVICE float reciprocal_root(float value) { return __fdiv_rn(1.0f, __fsqrt_rn(value)); }
-DEVICE float reciprocal(float value) { return __fdiv_rn(1.0f, value); }
-DEVICE float exponential(float value) { return __expf(value); }  // to a few units in the last place
-DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
-DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
-DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
-DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-
+#include "dialect_musa.h"
 #endif
 
 // ------------------------------------------------------------------------------- same for both vendors

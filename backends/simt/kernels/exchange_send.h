@@ -199,6 +199,7 @@ DEVICE void send_rows(const Args& a, const Turn& t, const Exchange& x, Part part
       load_piece<FP8>(a, x, part.token, i, part.end, piece);
     }
     if (lane == 0u && part.number == 0u) x.sources[part.token] = to;
+    HALMA_ORDER_BEFORE_PUBLISH();
     warp_barrier();
     if (lane < SIZE && lane != rank && (to >> lane & 1u) != 0u) {
       u64 flag = x.flags + rank * x.flags_stride + 4ull * (part.token * PARTS + part.number);

@@ -120,8 +120,8 @@ DEVICE bool gather_tallies(const Args& a, const Turn& t, const Exchange& x, Sort
     u32 high = first + 1u == sorter ? 0u : static_cast<u32>(word.high);
     if (low == NOBODY || high == NOBODY) return false;
     u32 before = (first < sorter ? low : 0u) + (first + 1u < sorter ? high : 0u);
-    if (low + high != 0u) shared_add(&s.count[e], low + high);
-    if (before != 0u) shared_add(&s.earlier[e], before);
+    if (low + high != 0u) add_shared(&s.count[e], low + high);
+    if (before != 0u) add_shared(&s.earlier[e], before);
   }
   return true;
 }
@@ -143,10 +143,10 @@ DEVICE void place_choices(const Args& a, const Turn& t, const Exchange& x, Sorti
     for (u32 c = 0; c < AT_ONCE; ++c) {
       u32 at = base + c * HALMA_WARP + lane, mine = expert[c], slot = 0u;
       bool here = mine < x.local;
-      u32 alike = warp_alike(mine), before = count_bits(alike & ((1u << lane) - 1u));
-      if (here) slot = s.seen[warp][mine] + before;
+      Alike alike = warp_alike(mine);
+      if (here) slot = s.seen[warp][mine] + alike.before;
       warp_barrier();
-      if (here && before == 0u) s.seen[warp][mine] = slot + count_bits(alike);
+      if (here && alike.before == 0u) s.seen[warp][mine] = slot + alike.all;
       warp_barrier();
       if (at >= run.last) continue;
       u32 p = 0u;
@@ -169,7 +169,7 @@ DEVICE void scan_counts(const Turn& t, const Exchange& x, Sorting& s, u32 sorter
     u32 count = s.real[e] = s.count[e];
     if (sorter == 0u) x.counts[e] = static_cast<int>(count);
     s.count[e] = (count + x.alignment - 1u) / x.alignment * x.alignment;
-    if (count != 0u) shared_add(&s.total, count), shared_add(&s.span[e / SPAN], s.count[e]);
+    if (count != 0u) add_shared(&s.total, count), add_shared(&s.span[e / SPAN], s.count[e]);
   }
   barrier_among(t.threads);
   for (u32 e = threadIdx.x; e <= x.local; e += t.threads) {
@@ -225,7 +225,7 @@ DEVICE void sort_choices(const Args& a, const Turn& t, const Exchange& x, Sortin
     if (!read_choices(a, t, x, s, base, run.last, run.first, expert, weight)) s.failed = 1u;
 #pragma unroll
     for (u32 c = 0; c < AT_ONCE; ++c)
-      if (expert[c] < x.local) shared_add(&s.seen[warp][expert[c]], 1u);
+      if (expert[c] < x.local) add_shared(&s.seen[warp][expert[c]], 1u);
   }
   barrier_among(t.threads);
   if (s.failed != 0u) return give_up_sorting(a, t, x);

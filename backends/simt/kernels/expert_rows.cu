@@ -1,14 +1,14 @@
 // The small kernels round the products of the routed experts: which rows go to which expert, rounding to e4m3 with one
 // power of two for 128 columns (as halma.ops.quant does, bit for bit), and the sum over a token's choices.
-#include "matrix.h"
 #include "rounding.h"
 
 #define MOST_EXPERTS 256u
 #define MOST_WARPS (1024u / HALMA_WARP)
 #define BLOCK 128u
+#define TEAM (BLOCK / 4u)  // lanes that round a block; a warp has one or several
 
 // ---------------------------------------------------------------------------------------------------- rounding
-// A warp rounds 128 neighbours, four a lane; `at`: the first of this lane.
+// TEAM lanes round 128 neighbours, four a lane.
 DEVICE void round_block(const float* value, u32 lane, u8* to, float* scale) {
   float most = 0.0f;
 #pragma unroll
@@ -17,7 +17,7 @@ DEVICE void round_block(const float* value, u32 lane, u8* to, float* scale) {
     most = size > most ? size : most;
   }
 #pragma unroll
-  for (u32 mask = HALMA_WARP / 2u; mask != 0u; mask /= 2u) {
+  for (u32 mask = TEAM / 2u; mask != 0u; mask /= 2u) {
     float other = shuffle_xor(most, mask);
     most = other > most ? other : most;
   }
@@ -44,8 +44,8 @@ template <bool WIDE> DEVICE void load_four(const u8* from, float* value) {
 // rows x k -> e4m3 [rows][k] and fp32 [rows][k / 128]; with `index` row r comes from row index[r], none where < 0.
 template <bool WIDE>
 DEVICE void round_rows(const u8* x, const int* index, u32 rows, u32 k, u8* out, float* scales, u32 block, u32 blocks) {
-  const u32 lane = threadIdx.x % HALMA_WARP, each = k / BLOCK, warps = blockDim.x / HALMA_WARP;
-  for (u32 n = block * warps + threadIdx.x / HALMA_WARP; n < rows * each; n += blocks * warps) {
+  const u32 lane = threadIdx.x % TEAM, each = k / BLOCK, teams = blockDim.x / TEAM;
+  for (u32 n = block * teams + threadIdx.x / TEAM; n < rows * each; n += blocks * teams) {
     u32 row = n / each, part = n % each;
     int from = index != nullptr ? index[row] : static_cast<int>(row);
     if (from < 0) continue;
@@ -129,16 +129,16 @@ DEVICE void lay_out(const Layout& l, Tables& s) {
   block_barrier();
   for (u32 group = begin; group < end; ++group) {
     u32 pair = group * HALMA_WARP + lane, expert = pair < l.pairs ? expert_of(l, pair) : ~0u;
-    u32 alike = lanes_alike(expert), before = count_bits(alike & ((1u << lane) - 1u));
+    Alike alike = warp_alike(expert);
     u32 slot = ~0u;
     if (expert != ~0u) {
-      slot = s.offsets[expert] + s.seen[warp][expert] + before;
+      slot = s.offsets[expert] + s.seen[warp][expert] + alike.before;
       l.index[slot] = static_cast<int>(pair / l.choices);
       l.slot_weights[slot] = l.weights[pair];
     }
     if (pair < l.pairs) l.slots[pair] = static_cast<int>(slot);
     warp_barrier();
-    if (expert != ~0u && before == 0u) s.seen[warp][expert] += count_bits(alike);
+    if (expert != ~0u && alike.before == 0u) s.seen[warp][expert] += alike.all;
     warp_barrier();
   }
 }

@@ -113,7 +113,7 @@ DEVICE u32 lay_out_few(const Job& j, Few& f, u32& slots) {
     f.slot[lane] = real ? slot : ~0u;
     if (real) f.index[slot] = static_cast<int>(lane / j.choices), f.factor[slot] = j.factor[lane];
   }
-  const u32 alike = count_bits(lanes_alike(real ? 1u : 0u)), firsts = count_bits(lanes_alike(first ? 1u : 0u));
+  const u32 alike = warp_alike(real ? 1u : 0u).all, firsts = warp_alike(first ? 1u : 0u).all;
   slots = real ? alike : HALMA_WARP - alike;
   warp_barrier();
   return first ? firsts : HALMA_WARP - firsts;

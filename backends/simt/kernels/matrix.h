@@ -4,14 +4,15 @@
 //   b[0], b[1]: column g at rows 2t, 2t + 1 and 2t + 8, 2t + 9
 //   c[0], c[1]: row g at columns 2t, 2t + 1;  c[2], c[3]: row g + 8
 #pragma once
-#if defined(HALMA_MUSA)
-#error "MUSA: no known spelling of asynchronous copies into shared memory and of products of fragments"
-#endif
 #include "dialect.h"
 
 #if HALMA_WARP != 32
-#error "the fragments of a product are known for warps of another width alone"
+#error "the fragments of a product lie on warps of another width"
 #endif
+
+#if defined(HALMA_MUSA)
+#include "matrix_musa.h"
+#else
 
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 // Copies from global into shared memory that are under way from here on; 16 bytes go past the first-level cache.
@@ -67,24 +68,12 @@ DEVICE u32 multiply_halves(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(value) : "r"(a), "r"(b));
   return value;
 }
-DEVICE u32 shuffle_xor(u32 value, u32 mask) {
-  return __shfl_xor_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), value, static_cast<int>(mask), HALMA_WARP);
-}
 // Bits of `one` where the mask is set, else of `other`: one instruction, where the compiler takes two for constants.
 DEVICE u32 choose_bits(u32 one, u32 other, u32 mask) {
   u32 value;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(value) : "r"(one), "r"(other), "r"(mask));
   return value;
 }
-// The value that lane `from` has; every lane of the warp takes part.
-DEVICE u32 shuffle_from(u32 value, u32 from) {
-  return __shfl_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), value, static_cast<int>(from), HALMA_WARP);
-}
-// The lanes of the warp whose value is this lane's.
-DEVICE u32 lanes_alike(u32 value) { return __match_any_sync(static_cast<u32>((1ull << HALMA_WARP) - 1), value); }
-DEVICE u32 count_bits(u32 mask) { return static_cast<u32>(__popc(mask)); }
-DEVICE u32 add_shared(u32* to, u32 value) { return atomicAdd(to, value); }
-
 // Two e4m3 numbers (the low 16 bits of `both`) as two fp16 numbers, exactly.
 DEVICE u32 widen_e4m3(u32 both) {
   u32 wide;
@@ -99,3 +88,4 @@ DEVICE u32 widen_e4m3(u32 both) {
 #endif
   return wide;
 }
+#endif

@@ -102,6 +102,7 @@ DEVICE void publish(u8* flag, u32 sequence) {
   block_barrier();
   if (threadIdx.x == 0u) HALMA_ORDER_FLAG_EXCHANGE(flag, sequence);
 #else
+  HALMA_ORDER_BEFORE_PUBLISH();
   block_barrier();
   if (threadIdx.x == 0u) HALMA_ORDER_RING_PUBLISH(flag, sequence);
 #endif

@@ -2,11 +2,11 @@
 //   y = round(sum over ranks);  streams' = round(post * y + comb^T streams)              the way back of one sublayer
 //   x = round(pre' . streams');  norm_out = norm of x;  mixes' = fn . streams' / rms     the way into the next
 // with pre' = sigmoid(mixes'[0..3] ..) + eps. A block owns groups of COLUMNS columns, a lane two neighbours of each;
-// a warp owns one row where rows are made and three of the 24 mixes where sums are. Sums over columns need the other
-// blocks: each publishes its parts as {value, epoch} words in memory of this rank alone, and adds up everybody's in the
-// same order, so that all blocks of all ranks have the same bits (C1). The norm of x needs no second exchange:
-// |x|^2 = pre'^T G pre', where G is the Gram matrix of the streams, ten more sums beside the 24. Its rounding error is
-// that of the terms: relative to |x|^2 about 2^-20 times (sum of |pre'_i streams'_i|)^2 / |x|^2.
+// a warp (or, of wider ones, a team of lanes) owns one row where rows are made and three of the 24 mixes where sums are.
+// Sums over columns need the other blocks: each publishes its parts as {value, epoch} words in memory of this rank alone,
+// and adds up everybody's in the same order, so that all blocks of all ranks have the same bits (C1). The norm of x needs
+// no second exchange: |x|^2 = pre'^T G pre', where G is the Gram matrix of the streams, ten more sums beside the 24. Its
+// rounding error is that of the terms: relative to |x|^2 about 2^-20 times (sum of |pre'_i streams'_i|)^2 / |x|^2.
 // The other 20 mixes are handed on as they are: Sinkhorn runs in the next call, beside its wait for the peers.
 //
 // One buffer of parts is enough, without a fence: they are written behind start(), which returns when the call before
@@ -20,14 +20,15 @@
 #define URGENT 14u  // sums that this call's own output waits for: pre's mixes and the Gram matrix
 #define URGENT_SLOTS 16u
 #define MATRIX (STREAMS * STREAMS)
-#define WARPS 8u    // that move data; the ninth is the spare one
-#define COLUMNS (2u * HALMA_WARP)
+#define WARPS 8u    // teams that move data; the spare warp is not among them
+#define TEAM (HALMA_PART_BLOCKS / 2u)  // lanes that do a row, each with two columns and the parts of two blocks
+#define COLUMNS (2u * TEAM)
 #define UNITS (COLUMNS / 8u)  // of 16 bytes, in a row of a group
 #define MOST_GROUPS HALMA_MIX_GROUPS
-static_assert(HALMA_PART_BLOCKS == 2u * HALMA_WARP, "a lane reads the parts of two blocks at once");
-static_assert(HALMA_PART_ROWS == WARPS, "a warp a row");
+static_assert(HALMA_WARP % TEAM == 0u && WARPS * TEAM % HALMA_WARP == 0u, "teams are whole warps or parts of them");
+static_assert(HALMA_PART_ROWS == WARPS, "a team a row");
 static_assert(HALMA_PART_SUMS == URGENT + HANDED, "24 mixes and 10 entries of the Gram matrix");
-static_assert(HALMA_WARP >= WARPS * STREAMS && HALMA_WARP % MATRIX == 0u, "one lane a post, whole matrices a warp");
+static_assert(TEAM >= WARPS * STREAMS && TEAM % MATRIX == 0u, "one lane a post, whole matrices a team");
 
 struct Mixing {
   const u8* streams;        // [rows][4][width]
@@ -56,8 +57,8 @@ struct Mixing {
   }
 
 struct Shared {
-  u32 y[WARPS][MOST_GROUPS * HALMA_WARP];       // the sum over ranks, two elements a word
-  u32 now[WARPS][STREAMS][HALMA_WARP];          // the new streams of one group
+  u32 y[WARPS][MOST_GROUPS * TEAM];  // the sum over ranks, two elements a word
+  u32 now[WARPS][STREAMS][TEAM];     // the new streams of one group
   float way[WARPS][STREAMS + STREAMS * STREAMS];  // post, then comb
   float sum[WARPS * URGENT_SLOTS];
 };
@@ -76,7 +77,7 @@ DEVICE Gates gates_of(const Mixing& m, u32 lane) {
 // The mixes that a lane turns into those entries: comb of a row or two a warp at a time, post of all rows at once.
 // Loads are left under way.
 template <u32 ROWS> struct Raw {
-  static const u32 EACH = HALMA_WARP / MATRIX, TIMES = (ROWS + EACH - 1u) / EACH;
+  static const u32 EACH = TEAM / MATRIX, TIMES = (ROWS + EACH - 1u) / EACH;
   float comb[TIMES], post;
 };
 template <u32 ROWS> DEVICE void load_raw(const Mixing& m, u32 lane, Raw<ROWS>& raw) {
@@ -267,7 +268,7 @@ DEVICE void add_group(const Shared& s, u32 warp, u32 lane, const float (*f)[STRE
 
 // N sums over the lanes at once: a lane comes back with number lane / (warp / N). Each is added up in the same order
 // as if it were alone, since at every step the addends are those of two lanes that differ in one bit.
-template <u32 N, u32 MASK = HALMA_WARP / 2u> DEVICE float over_lanes(float* values) {
+template <u32 N, u32 MASK = TEAM / 2u> DEVICE float over_lanes(float* values) {
   if constexpr (MASK == 0u) {
     return values[0];
   } else if constexpr (N == 1u) {
@@ -293,7 +294,7 @@ DEVICE u32 place_of_mix(u32 mix) { return mix < STREAMS ? mix : URGENT - STREAMS
 
 // Of a warp's five sums four are added up over the lanes at once, then all the fifth ones: where this lane's go.
 template <u32 ROWS> struct Places {
-  static const u32 SPAN = HALMA_WARP / (4u * ROWS), LAST_SPAN = HALMA_WARP / ROWS;
+  static const u32 SPAN = TEAM / (4u * ROWS), LAST_SPAN = TEAM / ROWS;
   u8 *four, *fifth;
   bool has_four, has_fifth;
 };
@@ -321,7 +322,7 @@ template <u32 ROWS> DEVICE void publish(const Places<ROWS>& p, const Turn& t, fl
 // which. Equal bits in every block. NaN where the wait failed, or was not begun after a fault. A lane that has no block
 // looks at the first.
 template <u32 N, typename At> DEVICE float gather(const Args& a, const Turn& t, At at, bool& alive) {
-  u32 lane = threadIdx.x % HALMA_WARP;
+  u32 lane = threadIdx.x % TEAM;
   bool first = 2u * lane < gridDim.x, second = 2u * lane + 1u < gridDim.x;
   u32 mine = first ? 16u * lane : 0u;
   Pair words[N];
@@ -356,7 +357,7 @@ template <u32 N, typename At> DEVICE float gather(const Args& a, const Turn& t, 
 // w - 4 of the Gram matrix.
 template <u32 ROWS> DEVICE void gather_urgent(const Args& a, const Turn& t, const Mixing& m, Shared& s, bool& alive) {
   const u32 N = ROWS < 4u ? 2u * ROWS : 8u;
-  u32 number = threadIdx.x % HALMA_WARP / (HALMA_WARP / N), which = threadIdx.x / HALMA_WARP * 2u;
+  u32 number = threadIdx.x % TEAM / (TEAM / N), which = threadIdx.x / TEAM * 2u;
   if (which >= URGENT) return;
 #pragma unroll 1
   for (u32 from = 0u; from < ROWS; from += N / 2u) {
@@ -366,15 +367,15 @@ template <u32 ROWS> DEVICE void gather_urgent(const Args& a, const Turn& t, cons
       return part_at(m, ROWS == 1u || row < m.rows ? row : 0u, which + i % 2u, 0u);
     };
     float total = gather<N>(a, t, at, alive);
-    if (threadIdx.x % (HALMA_WARP / N) == 0u) s.sum[(from + number / 2u) * URGENT_SLOTS + which + number % 2u] = total;
+    if (threadIdx.x % (TEAM / N) == 0u) s.sum[(from + number / 2u) * URGENT_SLOTS + which + number % 2u] = total;
   }
 }
 
 // The other mixes, which nobody waits for before the next call of this kind: by spare warps, four of a row at a time,
 // beside the four sums of squares that they are divided by. The block that has the headers comes last.
 DEVICE void hand_on(const Args& a, const Turn& t, const Mixing& m, float share, bool alive) {
-  const u32 SPAN = HALMA_WARP / 8u, FOURS = HANDED / 4u;
-  u32 lane = threadIdx.x % HALMA_WARP;
+  const u32 SPAN = TEAM / 8u, FOURS = HANDED / 4u;
+  u32 lane = threadIdx.x % TEAM;
 #pragma unroll 1
   for (u32 item = (blockIdx.x == t.header ? gridDim.x : blockIdx.x) - 1u; item < FOURS * m.rows; item += gridDim.x) {
     u32 row = item / FOURS, four = item % FOURS;
@@ -426,20 +427,21 @@ DEVICE void serve_mixing(const Args& a, Turn t, const Mixing& m, const Gates& ga
   load_raw<ROWS>(m, lane, raw);
   settle(t);
   spare_before(a, t);
-  open_way<ROWS>(m, gates, raw, lane, s);
+  const bool serves = HALMA_WARP == TEAM || lane < TEAM;  // of a spare warp that is wider
+  if (serves) open_way<ROWS>(m, gates, raw, lane, s);
   warp_barrier();
   if (lane < m.rows) close_way(m, m.iterations, s.way[lane] + STREAMS);
   warp_barrier();
   bool alive = !block_any(t.fault != 0u);  // all have read the epoch, and `way` is there
   spare_after(a, t);
-  hand_on(a, t, m, share, alive);
+  if (serves) hand_on(a, t, m, share, alive);
 }
 
 // ONE: a block has one group of columns, and what it needs of it stays in registers. Else up to MOST_GROUPS of them.
 template <int D, u32 ROWS, bool ONE> DEVICE void mixed(const Args& a, const Mixing& m) {
   __shared__ Shared s;
   Turn t = stand(a);
-  const u32 lane = threadIdx.x % HALMA_WARP, warp = threadIdx.x / HALMA_WARP, width = m.width;
+  const u32 lane = threadIdx.x % TEAM, warp = threadIdx.x / TEAM, width = m.width;
   const u32 groups = ONE ? 1u : (width + COLUMNS * gridDim.x - 1u) / (COLUMNS * gridDim.x);
   const u32 column = blockIdx.x * COLUMNS + 2u * lane, step = gridDim.x * COLUMNS;
   const u32 unit = (warp * width + blockIdx.x * COLUMNS) / 8u + lane;
@@ -484,7 +486,7 @@ template <int D, u32 ROWS, bool ONE> DEVICE void mixed(const Args& a, const Mixi
   for (u32 g = 1u; g < groups; ++g) {
     if (!mover || blockIdx.x * COLUMNS + g * step + 8u * lane >= width) continue;
     Quad more = *reinterpret_cast<const Quad*>(from + 2ull * g * step);
-    take_unit<D>(a, t, unit + g * (step / 8u), more, s.y[warp] + g * HALMA_WARP + 4u * lane, alive);
+    take_unit<D>(a, t, unit + g * (step / 8u), more, s.y[warp] + g * TEAM + 4u * lane, alive);
   }
   alive = !block_any(!alive);
 
@@ -502,7 +504,7 @@ template <int D, u32 ROWS, bool ONE> DEVICE void mixed(const Args& a, const Mixi
       now[j] = 0u;
     }
     if (row && there) {
-      mix_back<D>(s.way[warp], alive ? s.y[warp][g * HALMA_WARP + lane] : ~0u, old, now);
+      mix_back<D>(s.way[warp], alive ? s.y[warp][g * TEAM + lane] : ~0u, old, now);
 #pragma unroll
       for (u32 j = 0; j < STREAMS; ++j) out[(g * step + j * width) / 2u] = now[j];
     }
@@ -535,7 +537,7 @@ template <int D, u32 ROWS, bool ONE> DEVICE void mixed(const Args& a, const Mixi
 }
 
 // Two grids fit the device together, whatever the ranks (C16): fewer threads than the other kernels, and more registers.
-#define MIX_KERNEL extern "C" __global__ void __launch_bounds__((WARPS + 1u) * HALMA_WARP, 2)
+#define MIX_KERNEL extern "C" __global__ void __launch_bounds__(WARPS * TEAM + HALMA_WARP, 2)
 #define MIXED(dtype, D)                                                                  \
   MIX_KERNEL streams_1_##dtype(MIX_PARAMS) { mixed<D, 1, true>(PACKED, MIX_PACKED); }       \
   MIX_KERNEL streams_2_##dtype(MIX_PARAMS) { mixed<D, 2, true>(PACKED, MIX_PACKED); }       \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -26,7 +27,7 @@ KERNELS = {
     **{unit.file: source(name, 2, CUDA_TARGET).text for name, unit in UNITS.items()},
     **{name: text for unit in EXPERTS for name, text in (*unit.headers.items(), (unit.name, unit.text))},
 }
-SPELT = ("dialect.h", "matrix.h")
+SPELT = ("dialect.h", "dialect_musa.h", "matrix.h", "matrix_musa.h")
 """Where primitives are spelt for each vendor."""
 
 
@@ -47,8 +48,15 @@ def hard_coded(text: str) -> list[str]:
 def test_no_width_and_no_mask_is_written_down(name: str) -> None:
     text = KERNELS[name]
     if name in SPELT:  # the places that say what is not known
-        text = text.replace("#if HALMA_WARP > 32", "").replace("#if HALMA_WARP != 32", "")
+        text = text.replace("(HALMA_WARP > 32)", "").replace("#if HALMA_WARP != 32", "")
     assert hard_coded(text) == []
+    if name not in SPELT:
+        assert lane_masks(text) == []
+
+
+def lane_masks(text: str) -> list[str]:
+    """Lanes as bits of a word, which a wide warp has not enough of: the dialect counts them instead (``Alike``)."""
+    return re.findall(r"<<\s*(?:lane|HALMA_WARP)\b", code(text))
 
 
 @pytest.mark.invariant("K1", control=True)
@@ -57,6 +65,8 @@ def test_the_search_finds_what_it_should() -> None:
     assert hard_coded("x = __shfl_sync(0xffffffff, x, 0);") == ["0xffffffff"]
     assert hard_coded("x = __shfl_xor_sync(~0u, x, 1);") != [] and hard_coded("if (lane < warpSize)") == ["warpSize"]
     assert hard_coded("u64 both = low | high << 32; // 32 lanes") == []
+    assert lane_masks("before = count(alike & ((1u << lane) - 1u));") and lane_masks("mask = (1ull << HALMA_WARP) - 1;")
+    assert lane_masks("bool mine = to >> lane & 1u;") == []
 
 
 @pytest.mark.invariant("C13")
@@ -87,46 +97,109 @@ def test_every_row_says_why_and_names_a_test_that_is_there() -> None:
         assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), order
 
 
-def branches(text: str) -> tuple[set[str], set[str]]:
-    """Functions that the CUDA and the MUSA branch of the dialect define."""
-    body = text.split("#if defined(HALMA_CUDA)\n", 1)[1]
-    cuda, rest = body.split("MUSA\n#else", 1)
-    musa = rest.split("same for both vendors", 1)[0]
-    names = re.compile(r"^DEVICE [\w:]+ (\w+)\(", re.MULTILINE)
-    return set(names.findall(cuda)), set(names.findall(musa))
+NAME = re.compile(r"^(?:template <[^>]*> )?DEVICE [\w:<>]+\*? (\w+)\(", re.MULTILINE)
 
 
-CUDA_ONLY = {
-    "barrier_arrive", "barrier_await", "barrier_among", "settle_address", "load8_now", "load16_now", "native_e4m3",
-    "warp_or", "warp_alike", "count_bits", "lowest_bit", "shared_add",
-}  # fmt: skip
-"""Of push kernels, which do not compile for MUSA; and the conversion that has a portable form beside it."""
+def spellings(cuda: str, musa: str) -> tuple[set[str], set[str]]:
+    """Functions that a header defines for CUDA alone, and its MUSA part."""
+    body = KERNELS[cuda].split("same for both vendors")[0]
+    return set(NAME.findall(body)) - {"bits_of", "float_of"}, set(NAME.findall(KERNELS[musa]))
+
+
+HELPERS = {
+    *("look", "put", "round_bf16", "round_f16"),
+    *("load8_fresh", "load16_fresh", "store8_sent", "store16_sent"),  # of the table, where CUDA's are relaxed
+    *("barrier_counts", "barriers_begin", "await_count"),
+    *("copy", "half_of", "product", "widened_e4m3"),
+}
 
 
 @pytest.mark.invariant("K2")
 def test_both_spellings_define_the_same_primitives() -> None:
-    cuda, musa = branches(KERNELS["dialect.h"])
-    assert cuda - musa == CUDA_ONLY
-    assert musa - cuda == {"round_bf16"}  # a helper of pack_bf16
+    cuda, musa = spellings("dialect.h", "dialect_musa.h")
+    assert cuda - musa == {"no_fence"}
+    assert musa - cuda <= HELPERS
     for order in TABLE:
         assert order.cuda in cuda, order
         assert order.musa is None or order.musa in musa, order
+    cuda, musa = spellings("matrix.h", "matrix_musa.h")
+    assert cuda - musa == {"shared_address"}  # of warpgroup.h
+    assert musa - cuda <= HELPERS
+
+
+EMPTY = {
+    "dialect.h": {"grid_wait", "grid_trigger", "no_fence"},
+    "dialect_musa.h": {"grid_wait", "grid_trigger", "settle_address"},
+    "matrix_musa.h": {"copies_commit", "copies_await", "prefetch_line"},
+}
+"""By capability (the grid's dependency), because nothing is left to do (a fence, a copy that is done), or hints."""
+
+
+def empty_bodies(text: str) -> set[str]:
+    return set(re.findall(r"DEVICE \w+ (\w+)\([^)]*\) \{\s*\}", code(text)))
 
 
 @pytest.mark.invariant("K2")
-def test_only_the_grid_dependency_may_be_empty_and_only_by_capability() -> None:
-    empty = re.findall(r"^DEVICE \w+ (\w+)\([^)]*\) \{\s*\}", KERNELS["dialect.h"], re.MULTILINE)
-    assert set(empty) == {"grid_wait", "grid_trigger"}
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_nothing_is_empty_but_what_needs_no_doing(name: str) -> None:
+    assert empty_bodies(KERNELS[name]) == EMPTY.get(name, set())
+
+
+@pytest.mark.invariant("K2", control=True)
+def test_an_empty_body_is_found() -> None:
+    assert empty_bodies("DEVICE void fence_system() {}  // later") == {"fence_system"}
+    assert empty_bodies("DEVICE void fence_system() { __threadfence_system(); }") == set()
     assert "#if HALMA_DEPENDENT_LAUNCH" in KERNELS["dialect.h"]
 
 
+def empty_branches(text: str) -> list[str]:
+    """Conditions whose branch has nothing in it: what a primitive looks like that a vendor lacks and nobody minds."""
+    lines = [line.strip() for line in code(text).splitlines() if line.strip()]
+    return [
+        one
+        for one, two in itertools.pairwise(lines)
+        if re.match(r"#\s*(if|el)", one) and re.match(r"#\s*(el|endif)", two)
+    ]
+
+
+@pytest.mark.invariant("K2")
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_no_branch_is_empty(name: str) -> None:
+    assert empty_branches(KERNELS[name]) == []
+
+
+@pytest.mark.invariant("K2", control=True)
+def test_an_empty_branch_is_found() -> None:
+    assert empty_branches("#if A\n#else\nx\n#endif") == ["#if A"]
+    assert empty_branches("#if A\nx\n#elif B\n// later\n#endif") == ["#elif B"]
+
+
+FOREIGN = r"\basm\b|__asm|griddepcontrol|__cvta|__match|__reduce_|__nanosleep|__nv_|\bcu[A-Z]\w+|\bcuda\w*|_sync\(0x"
+
+
+@pytest.mark.invariant("K2")
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"dialect.h", "matrix.h"}))
+def test_no_word_of_one_vendor_is_outside_its_branch(name: str) -> None:
+    """Assembly and intrinsics of CUDA are in dialect.h, matrix.h and warpgroup.h alone."""
+    assert re.findall(FOREIGN, code(KERNELS[name])) == []
+
+
+@pytest.mark.invariant("K2", control=True)
+def test_a_word_of_one_vendor_is_found() -> None:
+    assert re.findall(FOREIGN, KERNELS["dialect.h"]) and re.findall(FOREIGN, KERNELS["matrix.h"])
+    assert re.findall(FOREIGN, "cudaMalloc(") == ["cudaMalloc"]
+
+
 @pytest.mark.invariant("C19")
-def test_what_is_not_known_of_musa_is_listed() -> None:
-    unknown = {order.use for order in memory_order.unknown(MUSA)}
-    assert {"WORD_LOAD", "WORD_STORE", "SENTINEL_LOAD", "CHUNK_LOAD", "HEADER_LOAD"} <= unknown
-    assert memory_order.unknown(CUDA) == ()
-    staged = code(KERNELS["staged.cu"])
-    assert not any(f"HALMA_ORDER_{use}" in staged for use in unknown)
+def test_every_use_is_spelt_and_polls_pass_the_cache() -> None:
+    """On MUSA a word that is awaited is read past the first-level cache, and one that a peer awaits is sent on."""
+    assert memory_order.unknown(CUDA) == memory_order.unknown(MUSA) == ()
+    musa = memory_order.defines(MUSA)
+    for use in ("WORD_LOAD", "SENTINEL_LOAD", "PART_LOAD", "HEADER_LOAD"):
+        assert musa[f"HALMA_ORDER_{use}"].endswith("_fresh"), use
+    for use in ("WORD_STORE", "SENTINEL_STORE", "PART_STORE", "HEADER_STORE"):
+        assert musa[f"HALMA_ORDER_{use}"].endswith("_sent"), use
+    assert musa["HALMA_ORDER_BEFORE_PUBLISH"] == musa["HALMA_ORDER_BEFORE_EXCHANGE"] == "fence_system"
 
 
 def all_wait(text: str) -> bool:

@@ -97,7 +97,7 @@ def test_two_grids_fit_the_device_or_the_call_is_refused(
         assert "fit the device together" in said[0]
         assert columns > most_blocks(size, resident) * mixing.MOST_GROUPS * mixing.COLUMNS
         return
-    place = mixed_geometry(columns, size, resident, 32)
+    place = mixed_geometry(columns, size, resident)
     assert place.threads == 256 and 1 <= place.blocks <= min(mixing.MOST_BLOCKS, most_blocks(size, resident))
     each = -(-columns // (place.blocks * mixing.COLUMNS))
     assert each <= mixing.MOST_GROUPS and place.blocks * each * mixing.COLUMNS >= columns
@@ -111,7 +111,7 @@ def test_a_whole_device_mixes_the_published_widths_and_a_small_one_says_why() ->
     for size in WORLD_SIZES:
         for columns, blocks in ((4096, 64), (7168, 56), (4224, 33), (96, 2)):
             assert refusals(call_of(8, columns), size, RESIDENT) == []
-            assert mixed_geometry(columns, size, RESIDENT, 32).blocks == blocks
+            assert mixed_geometry(columns, size, RESIDENT).blocks == blocks
     assert refusals(call_of(1, 4096), 2, 4 * 2048) == []
     assert "2 blocks, of which two calls' fit the device together, hold 2048" in refusals(call_of(1, 4096), 2, 4096)[0]
     channel = fake_channel(8, channels=16)
@@ -121,7 +121,7 @@ def test_a_whole_device_mixes_the_published_widths_and_a_small_one_says_why() ->
 
 @pytest.mark.invariant("C1")
 def test_a_rows_blocks_depend_on_its_length_alone() -> None:
-    places = {mixed_geometry(4096, size, RESIDENT, 32) for size in WORLD_SIZES}
+    places = {mixed_geometry(4096, size, RESIDENT) for size in WORLD_SIZES}
     assert len(places) == 1
 
 
