@@ -2,6 +2,8 @@
 
     python -m benchmarks.exchange [--ranks N] [--tokens 1 128 4096] [--payload bf16 fp8] [--rounds 9] [--json]
     python -m benchmarks.exchange --virtual        ranks as streams of one GPU: what the protocol costs without a link
+    python -m benchmarks.exchange --combine-units 1 2 4    combine with as many units a thread, side by side
+    python -m benchmarks.exchange --tune           what can be chosen, measured here, and the row of the table it makes
 
 Hidden size 4096, top 6 of 256 experts, random routing; microseconds a call, median of ``--rounds`` replays of a graph
 of ``--calls`` calls, worst rank. *both* is dispatch then combine. *dispatch* is one with a combine of nothing behind,
@@ -16,6 +18,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,13 +26,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.exchange_tuning import Search, row_of
 from benchmarks.ranks import backend, start
 from benchmarks.virtual_exchange import VirtualExchange
+from halma.backends.simt.exchange import exchange_blocks
+from halma.hal.backend import Backend
 from halma.hal.collectives.exchange_contract import Layout
 from halma.hal.collectives.exchange_geometry import Geometry
-from halma.hal.collectives.exchange_tuning import Tuning
+from halma.hal.collectives.exchange_limits import COMBINE_UNITS
+from halma.hal.collectives.exchange_tuning import TABLE, Key, Tuning, choose_tuning
 
 TOKENS = (1, 8, 32, 128, 512, 1024, 4096)
+TUNED_TOKENS = (8, 128, 1024, 4096)
 PEAK_BYTES = 256 << 20
 PEAK_COPIES = 8
 
@@ -187,37 +195,92 @@ def peak(lab: VirtualExchange) -> float:
     return rate
 
 
+def key_here(device: Backend, ranks: int) -> Key:
+    """Of ranks of this machine."""
+    return Key(1, ranks, str(device.device.properties().get("arch", "")))
+
+
+def tunings(arguments: argparse.Namespace, device: Backend, geometry: Geometry) -> list[Tuning]:
+    """The launch numbers to measure: those that an exchange would have, or the arguments' own."""
+    blocks = most_blocks(arguments, device)
+    chosen = choose_tuning(key_here(device, arguments.ranks), geometry, blocks, {} if arguments.virtual else TABLE)
+    if arguments.blocks:
+        chosen = replace(chosen, blocks=arguments.blocks, parts=arguments.parts, warps=arguments.warps)
+    return [replace(chosen, units=units) for units in arguments.combine_units or [chosen.units]]
+
+
+def most_blocks(arguments: argparse.Namespace, device: Backend) -> int:
+    """Of a rank's grid; ranks that are streams share the device."""
+    shared = arguments.ranks if arguments.virtual else 1
+    return max(2, exchange_blocks(arguments.ranks, device.capabilities) // shared)
+
+
 def measure(arguments: argparse.Namespace) -> None:
     """All rows, on the ranks of this process; rank 0 prints."""
     rows: list[dict[str, Any]] = []
-    link = 0.0
+    link, device = 0.0, backend()
     for payload in arguments.payload:
-        most = max(arguments.tokens)
-        geometry = Geometry(arguments.ranks, most, arguments.hidden, arguments.top_k, arguments.experts, payload)
-        tuning = Tuning(arguments.blocks, arguments.parts, arguments.warps) if arguments.blocks else None
-        lab = VirtualExchange(backend(), geometry, tuning=tuning, processes=not arguments.virtual)
-        link = link or peak(lab)
-        for tokens in arguments.tokens:
-            case = Case(lab, tokens, wide=arguments.wide_parts)
-            nothing, _ = timed(lab, case.pair_of_nothing, arguments.calls, arguments.rounds)
-            both, spread = timed(lab, case.both, arguments.calls, arguments.rounds)
-            out, _ = timed(lab, case.dispatch_alone, arguments.calls, arguments.rounds)
-            back, _ = timed(lab, case.combine_alone, arguments.calls, arguments.rounds)
-            sent = case.sent()
-            times = {"both": both, "dispatch": out - nothing / 2, "combine": back - nothing / 2, "nothing": nothing}
-            rates = {
-                "both": sum(sent) / both / 1e3,
-                "dispatch": sent[0] / times["dispatch"] / 1e3,
-                "combine": sent[1] / times["combine"] / 1e3,
-            }
-            row = {"payload": payload, "tokens": tokens, "us": times, "spread": spread, "GB/s": rates, "sent": sent}
-            rows.append(row)
-            errors = [error for error in lab.errors() if error is not None]
-            if errors or not lab.guards_hold():
-                raise RuntimeError(f"{payload}, {tokens} tokens: {errors}, guards {lab.guards_hold()}")
-        lab.meet()
+        geometry = geometry_of(arguments, payload)
+        for tuning in tunings(arguments, device, geometry):
+            lab = VirtualExchange(device, geometry, tuning=tuning, processes=not arguments.virtual)
+            link = link or peak(lab)
+            rows += [measured(arguments, lab, tokens) for tokens in arguments.tokens]
+            lab.close()
     if arguments.virtual or dist.get_rank() == 0:
         show(arguments, rows, link)
+
+
+def geometry_of(arguments: argparse.Namespace, payload: str) -> Geometry:
+    """For the largest number of tokens."""
+    most = max(arguments.tokens)
+    return Geometry(arguments.ranks, most, arguments.hidden, arguments.top_k, arguments.experts, payload)
+
+
+def measured(arguments: argparse.Namespace, lab: VirtualExchange, tokens: int) -> dict[str, Any]:
+    """One row."""
+    case = Case(lab, tokens, wide=arguments.wide_parts)
+    nothing, _ = timed(lab, case.pair_of_nothing, arguments.calls, arguments.rounds)
+    both, spread = timed(lab, case.both, arguments.calls, arguments.rounds)
+    out, _ = timed(lab, case.dispatch_alone, arguments.calls, arguments.rounds)
+    back, _ = timed(lab, case.combine_alone, arguments.calls, arguments.rounds)
+    sent, payload = case.sent(), lab.geometry.payload
+    times = {"both": both, "dispatch": out - nothing / 2, "combine": back - nothing / 2, "nothing": nothing}
+    rates = {
+        "both": sum(sent) / both / 1e3,
+        "dispatch": sent[0] / times["dispatch"] / 1e3,
+        "combine": sent[1] / times["combine"] / 1e3,
+    }
+    errors = [error for error in lab.errors() if error is not None]
+    if errors or not lab.guards_hold():
+        raise RuntimeError(f"{payload}, {tokens} tokens: {errors}, guards {lab.guards_hold()}")
+    found = {"payload": payload, "units": lab.tuning.units, "tokens": tokens, "source": lab.tuning.source}
+    return {**found, "us": times, "spread": spread, "GB/s": rates, "sent": sent}
+
+
+def tune(arguments: argparse.Namespace) -> None:
+    """Search launch numbers for the first payload; rank 0 prints every trial, and the row that the best makes."""
+    device = backend()
+    geometry, key = geometry_of(arguments, arguments.payload[0]), key_here(device, arguments.ranks)
+
+    def both(tuning: Tuning) -> dict[int, float]:
+        lab = VirtualExchange(device, geometry, tuning=tuning, processes=not arguments.virtual)
+        cases = {tokens: Case(lab, tokens, wide=arguments.wide_parts) for tokens in arguments.tokens}
+        found = {tokens: timed(lab, one.both, arguments.calls, arguments.rounds)[0] for tokens, one in cases.items()}
+        cases.clear()
+        lab.close()
+        return found
+
+    search = Search(key, geometry, most_blocks(arguments, device), both)
+    best = search.run()
+    if not arguments.virtual and dist.get_rank() != 0:
+        return
+    for trial in search.trials:
+        one, us = trial.tuning, ", ".join(f"{tokens}: {took:.2f}" for tokens, took in trial.us.items())
+        numbers = f"blocks {one.blocks:3d} parts {one.parts} warps {one.warps:4d} units {one.units}"
+        print(f"{numbers}: {trial.ratio:.3f}  {us}")
+    print(row_of(key, best, time.strftime("%Y-%m-%d"), torch.cuda.get_device_name(0)))
+    if arguments.virtual:
+        print("ranks are streams of one GPU: no row for the table, which is of links")
 
 
 def show(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], link: float) -> None:
@@ -240,19 +303,19 @@ def show(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], link: fl
     print(", ".join(f"{name} {value}" for name, value in head.items()))
     names = ("both", "dispatch", "combine", "nothing")
     columns = "".join(f"{name:>11s}" for name in names)
-    print(f"{'payload':8s}{'tokens':>8s}{columns}  +-      GB/s both, out, back  % of peak")
+    print(f"{'payload':8s}{'units':>6s}{'tokens':>8s}{columns}  +-      GB/s both, out, back  % of peak")
     for row in rows:
         times = "".join(f"{row['us'][name]:>11.2f}" for name in names)
         rates = " ".join(f"{rate:>7.1f}" for rate in row["GB/s"].values())
         share = f"{100 * row['GB/s']['both'] / link:>6.1f}" if link else "     -"
-        print(f"{row['payload']:8s}{row['tokens']:>8d}{times}  {row['spread']:<6.2f}{rates}  {share}")
+        print(f"{row['payload']:8s}{row['units']:>6d}{row['tokens']:>8d}{times}  {row['spread']:<6.2f}{rates}  {share}")
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange")
     parser.add_argument("--ranks", type=int, choices=(2, 4, 6, 8), default=2)
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--payload", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--top-k", type=int, default=6)
@@ -263,18 +326,24 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=0, help="launch numbers of your own, with --parts and --warps")
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--warps", type=int, default=1024)
+    parser.add_argument(
+        "--combine-units", type=int, nargs="+", choices=COMBINE_UNITS, help="units a thread of combine; 1: as it was"
+    )
+    parser.add_argument("--tune", action="store_true", help="measure what can be chosen; prints a row of the table")
     parser.add_argument("--virtual", action="store_true", help="ranks as streams of one GPU")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(given)
+    arguments.tokens = arguments.tokens or list(TUNED_TOKENS if arguments.tune else TOKENS)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < (1 if arguments.virtual else arguments.ranks):
         need = "a GPU" if arguments.virtual else f"{arguments.ranks} GPUs, one a rank"
         print(f"exchange needs {need}; torch sees {there}. --virtual measures on one GPU", file=sys.stderr)
         return 2
+    work = tune if arguments.tune else measure
     if arguments.virtual:
-        measure(arguments)
+        work(arguments)
     else:
-        start(arguments.ranks, measure, (arguments,))
+        start(arguments.ranks, work, (arguments,))
     return 0
 
 

@@ -21,7 +21,7 @@ from halma.hal.backend import Backend
 from halma.hal.collectives.contract import FLIGHT_BYTES, ChannelSite
 from halma.hal.collectives.exchange_contract import ExchangeCall, ExchangeSite, Layout, Outgoing, Returning, Step
 from halma.hal.collectives.exchange_geometry import Geometry
-from halma.hal.collectives.exchange_tuning import Tuning
+from halma.hal.collectives.exchange_tuning import Tuning, computed
 
 
 @dataclass
@@ -68,7 +68,7 @@ class VirtualExchange:
         self.backend, self.geometry, self.virtual = backend, geometry, not processes
         self.device = backend.device.torch_device
         blocks = exchange_blocks(geometry.ranks, backend.capabilities) // (1 if processes else geometry.ranks)
-        self.tuning = tuning or Tuning(max(2, blocks))
+        self.tuning = tuning or computed(geometry.ranks, max(2, blocks))
         here = [dist.get_rank()] if processes else list(range(geometry.ranks))
         self.regions: list[Any] = self._mapped(here[0]) if processes else [self._region() for _ in here]
         self.recorders = {rank: self._aligned(entries * FLIGHT_BYTES, pinned=True) for rank in here}
@@ -77,7 +77,7 @@ class VirtualExchange:
         self.meet = dist.barrier if processes else lambda: None
         self.gather: Callable[[Any], list[Any]] = gather if processes else lambda value: [value]
         self.meet()
-        self._calls: dict[tuple[Step, int], ExchangeCall] = {}
+        self._calls: dict[tuple[Step, int, bool], ExchangeCall] = {}
 
     def _aligned(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         """Zeros at a multiple of 256 bytes."""
@@ -155,13 +155,16 @@ class VirtualExchange:
         fields = {name: getattr(whole, name) for name in whole.__dataclass_fields__}
         return Layout(**{**fields, "index": whole.index[:slots], "weights": whole.weights[:slots]})
 
-    def _call(self, step: Step, bound: int) -> ExchangeCall:
-        return self._calls.setdefault((step, bound), ExchangeCall(step, bound))
+    def _call(self, step: Step, bound: int, kept: bool = False) -> ExchangeCall:
+        return self._calls.setdefault((step, bound, kept), ExchangeCall(step, bound, kept=int(kept)))
 
-    def dispatch(self, rank: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bound: int) -> Layout:
-        """One rank's dispatch on its stream."""
+    def dispatch(
+        self, rank: int, x: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, bound: int
+    ) -> Layout:
+        """One rank's dispatch on its stream; without ids and weights by the layout of the one before, kept."""
         one, layout = self.here(rank), self.layout(rank, bound)
-        one.driver.dispatch(self._call(Step.DISPATCH, bound), Outgoing(x, ids, weights, layout), one.stream)
+        call = self._call(Step.DISPATCH, bound, kept=ids is None)
+        one.driver.dispatch(call, Outgoing(x, ids, weights, layout), one.stream)
         return layout
 
     def combine(
@@ -174,6 +177,21 @@ class VirtualExchange:
     def here(self, rank: int) -> VirtualRank:
         """A rank of this process."""
         return next(one for one in self.ranks if one.rank == rank)
+
+    def close(self) -> None:
+        """Give the memory back; every rank calls it, and graphs with its calls cannot be replayed any more."""
+        self.backend.device.synchronize()
+        self.meet()
+        for one in self.ranks:
+            one.driver.close()
+        own = {one.rank for one in self.ranks}
+        if not self.virtual:
+            for mine in (False, True):  # mappings first
+                for rank, region in enumerate(self.regions):
+                    if (rank in own) is mine:
+                        region.close()
+                self.meet()
+        self.regions, self.ranks = [], []
 
     def errors(self) -> Sequence[Any]:
         """Every rank's fault, or None."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from halma.hal.collectives.expert_rows import slot_capacity
+from halma.hal.collectives.expert_rows import CHARGED, SKIPPED, slot_capacity
 from halma.hal.dispatch import Spec, op
 from halma.hal.errors import DispatchError
 from halma.hal.workspace import Workspace
@@ -22,8 +22,16 @@ from halma.ops.weight_table import WeightTable
 
 
 def _layout_output(
-    ids: torch.Tensor, weights: torch.Tensor, first: int, experts: int, alignment: int
+    ids: torch.Tensor, weights: torch.Tensor, first: int, experts: int, alignment: int, padding: str = SKIPPED
 ) -> tuple[Spec, ...]:
+    _need_padding("expert_layout", padding)
+    if padding == CHARGED and not ids.shape[0]:
+        raise DispatchError(
+            "expert_layout: no padding can be charged",
+            asked=f"{padding} padding of an item without rows",
+            found="a charged slot names a row, and there is none",
+            do="skip padding, or skip the item",
+        )
     if ids.dim() != 2 or ids.shape != weights.shape or ids.dtype is not torch.int64 or first < 0:
         raise DispatchError(
             "expert_layout: ids and weights do not fit",
@@ -47,6 +55,7 @@ def expert_layout(
     first: int,
     experts: int,
     alignment: int,
+    padding: str = SKIPPED,
     *,
     out: tuple[torch.Tensor, ...],
     ws: Workspace,
@@ -59,6 +68,8 @@ def expert_layout(
         first: this rank's first expert.
         experts: E, this rank's experts.
         alignment: the first slot of an expert is a multiple of it.
+        padding: ``skipped``, or ``charged``: gaps count as the expert's before them and the tail as the last one's,
+            so that counts sum to C; such a slot names row 0, its weight is undefined, and ``slots`` never names it.
         out: index int32 [C], the token of a slot, -1 in gaps and tail; slot weights acc [C], undefined there;
             counts int32 [E]; offsets int32 [E + 1]; slots int32 [M, k], -1 for skipped pairs.
             C = ``slot_capacity(M * k, E, alignment)``.
@@ -93,6 +104,15 @@ def expert_layout(
     slot_weights.scatter_(0, place, given)
     torch.where(here, place, absent, out=token)
     slots.view(pairs).scatter_(0, order, narrow.copy_(token))
+    if padding == CHARGED:
+        offsets[experts:].fill_(index.shape[0])
+        torch.sub(offsets[1:], offsets[:-1], out=counts)
+        index.clamp_(min=0)
+
+
+def _need_padding(op: str, padding: str) -> None:
+    if padding not in (SKIPPED, CHARGED):
+        raise DispatchError(f"{op}: there is no such padding", asked=repr(padding), do=f"{SKIPPED!r} or {CHARGED!r}")
 
 
 def _skip_others(keys: torch.Tensor, experts: int, ws: Workspace) -> None:
@@ -132,7 +152,9 @@ def _grouped_output(
     limit: float,
     layer: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    padding: str = SKIPPED,
 ) -> Spec:
+    _need_padding("grouped_ffn", padding)
     problem = _misfit(rows, scales, index, counts, offsets, gate_up, down, layer)
     if problem is not None:
         raise DispatchError(
@@ -184,6 +206,7 @@ def grouped_ffn(
     limit: float,
     layer: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    padding: str = SKIPPED,
     *,
     out: torch.Tensor,
     ws: Workspace,
@@ -205,6 +228,8 @@ def grouped_ffn(
         limit: ``swiglu_limit``.
         layer: int32 [1], which entry of the tables; within them (it is an index).
         dtype: of the result; default acc.
+        padding: that of the layout. ``charged`` says that counts sum to C; what such slots give depends on row 0 and
+            on weights that may be anything, and nothing reads it.
         out: [C, D]; slots that are not real keep what they held.
 
     Raises:

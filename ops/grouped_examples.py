@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from halma.hal.collectives.expert_rows import CHARGED
 from halma.hal.testing.examples import Arguments, OpExample, examples
 from halma.hal.testing.poison import Fill
 from halma.hal.workspace import Workspace
@@ -66,14 +67,22 @@ def _expert_layout() -> list[OpExample]:
         index, weights, *rest = outputs
         return [index, weights[index >= 0], *rest]
 
+    def charged(draw: Draw, rows: int) -> Arguments:
+        return (*routing(draw, rows, 4), FIRST, EXPERTS, 16, CHARGED)
+
+    def named(_: Arguments, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        index, weights, counts, offsets, slots = outputs
+        return [index, weights[slots[slots >= 0].long()], counts, offsets, slots]
+
     return [
-        example("expert_layout", name, make, tolerance=0.0, scales=(), poison=poison, defined=defined, rows=(1, 3, 40))
-        for name, make in (
-            ("alignment 1", build(1)),
-            ("alignment 16", build(16)),
-            ("alignment 128", build(128)),
-            ("the last expert takes everything", last),
-            ("nobody has a token", nothing),
+        example("expert_layout", name, make, tolerance=0.0, scales=(), poison=poison, defined=some, rows=(1, 3, 40))
+        for name, make, some in (
+            ("alignment 16, padding charged", charged, named),
+            ("alignment 1", build(1), defined),
+            ("alignment 16", build(16), defined),
+            ("alignment 128", build(128), defined),
+            ("the last expert takes everything", last, defined),
+            ("nobody has a token", nothing, defined),
         )
     ]
 
@@ -144,6 +153,26 @@ def _grouped(
     return make
 
 
+def _grouped_charged(draw: Draw, rows: int) -> Arguments:
+    """Padding charged to the experts; its slots read a row behind the real ones."""
+    x, scales, index, slot_weights, counts, offsets, *more = _grouped()(draw, rows)
+    index[index < 0] = rows
+    offsets[-1] = index.shape[0]
+    torch.sub(offsets[1:], offsets[:-1], out=counts)
+    return torch.cat([x, x[:1]]), scales, index, slot_weights, counts, offsets, *more, CHARGED
+
+
+def _poison_charged(arguments: Arguments, fill: Fill) -> None:
+    rows, index, weights = arguments[0], arguments[2], arguments[3]
+    fill(rows[-1])
+    charged = index == rows.shape[0] - 1
+    weights[charged] = fill(weights.new_empty(int(charged.sum())))
+
+
+def _not_charged(arguments: Arguments, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [outputs[0][arguments[2] != arguments[0].shape[0] - 1]]
+
+
 @examples("grouped_ffn")
 def _grouped_ffn() -> list[OpExample]:
     bf16 = torch.bfloat16
@@ -167,7 +196,17 @@ def _grouped_ffn() -> list[OpExample]:
         ("fp4, many rows", ROUNDED, _grouped("fp4_block32", dtype=bf16)),
     ]
     wide = [("fp4, units of 512", ROUNDED, _grouped("fp4_block32", dtype=bf16, width=512, inner=512))]
-    return [
+    charged = example(
+        "grouped_ffn",
+        "padding charged",
+        _grouped_charged,
+        tolerance=1e-5,
+        scales=(),
+        rows=few,
+        poison=_poison_charged,
+        defined=_not_charged,
+    )
+    return [charged] + [
         example(
             "grouped_ffn",
             name,

@@ -57,10 +57,15 @@ class CpuExchange:
 
     def dispatch(self, call: ExchangeCall, operands: Outgoing, stream: Stream) -> None:
         """Record the call where the thread records, else make it now."""
-        reads = [operands.x, operands.ids, operands.weights]
         # What stands in the landing area is what experts read: whoever reads it depends on this node.
-        writes = [*operands.layout.tensors(), self._rows, *([] if self._scales is None else [self._scales])]
-        self._make(call, partial(self._dispatch, call, operands), lambda: empty_layout(operands.layout), reads, writes)
+        writes = [self._rows, *([] if self._scales is None else [self._scales])]
+        if operands.ids is None or operands.weights is None:
+            reads = [operands.x, *operands.layout.tensors()]
+            return self._make(call, partial(self._dispatch_kept, call, operands), lambda: None, reads, writes)
+        ids, weights = operands.ids, operands.weights
+        work = partial(self._dispatch, call, operands, ids, weights)
+        writes += operands.layout.tensors()
+        self._make(call, work, lambda: empty_layout(operands.layout), [operands.x, ids, weights], writes)
 
     def combine(self, call: ExchangeCall, operands: Returning, stream: Stream) -> None:
         """As :meth:`dispatch`."""
@@ -115,12 +120,14 @@ class CpuExchange:
 
     # -- dispatch -----------------------------------------------------------------------------------
 
-    def _dispatch(self, call: ExchangeCall, operands: Outgoing, epoch: int) -> None:
+    def _dispatch(
+        self, call: ExchangeCall, operands: Outgoing, own_ids: torch.Tensor, own_weights: torch.Tensor, epoch: int
+    ) -> None:
         memory, geometry = self._memory, self._geometry
         tokens, layout = operands.x.shape[0], operands.layout
-        here = owners(operands.ids, self._starts)
+        here = owners(own_ids, self._starts)
         layout.sources[:tokens].copy_(as_bits(here))
-        pairs = self._pairs(operands, epoch)
+        pairs = self._pairs(own_ids, own_weights, epoch)
         for peer in memory.others:
             box = memory.u64(peer, self._places.choices.at(memory.rank), pairs.size)
             np.bitwise_or(pairs, np.uint64(0), out=box)
@@ -129,16 +136,15 @@ class CpuExchange:
         ids, weights, rows = [], [], []
         counts = [self._tokens_of(call, epoch, sender, tokens) for sender in range(geometry.ranks)]
         for sender, count in enumerate(counts):
-            found = (operands.ids, operands.weights)
+            found = (own_ids, own_weights)
             if sender != memory.rank:
                 found = self._await_choices(call, epoch, sender, count)
-                self._await_rows(call, epoch, sender, found[0])
+                self._await_rows(call, epoch, sender, owners(found[0], self._starts)[:, memory.rank])
             ids.append(found[0])
             weights.append(found[1])
             rows.append(torch.arange(count) + sender * geometry.max_tokens)
         memory.fence()
-        if epoch & SCRUB_MASK in (0, 1):
-            self._scrub(epoch)
+        self._scrub(epoch)
         first = self._starts[memory.rank]
         lay_out(
             torch.cat(ids), torch.cat(weights), torch.cat(rows),
@@ -146,12 +152,29 @@ class CpuExchange:
         )  # fmt: skip
         layout.tokens.copy_(torch.tensor(counts, dtype=torch.int32))
 
-    def _pairs(self, operands: Outgoing, epoch: int) -> Any:
+    def _dispatch_kept(self, call: ExchangeCall, operands: Outgoing, epoch: int) -> None:
+        """Rows alone, to where the layout says; headers say how many tokens, which must be the layout's."""
+        memory, geometry, layout = self._memory, self._geometry, operands.layout
+        tokens, kept = operands.x.shape[0], layout.tokens.tolist()
+        self._send_headers(call, epoch, tokens)
+        bits = torch.arange(geometry.ranks, dtype=torch.int32)
+        here = (torch.bitwise_right_shift(layout.sources[:tokens].unsqueeze(1), bits) & 1).bool()
+        self._send_rows(operands.x, here, epoch)
+        for sender in memory.others:
+            count = self._tokens_of(call, epoch, sender, tokens)
+            if count != kept[sender]:
+                raise Faulted(Fault.MISMATCH, sender, kept[sender], count, 0)
+            slots = layout.slots[sender * geometry.max_tokens :][:count]
+            self._await_rows(call, epoch, sender, (slots >= 0).any(1))
+        memory.fence()
+        self._scrub(epoch)
+
+    def _pairs(self, own_ids: torch.Tensor, own_weights: torch.Tensor, epoch: int) -> Any:
         """u64 [M x k x (1 + weight words)]: every word beside its flag."""
-        ids = operands.ids.reshape(-1, 1)
+        ids = own_ids.reshape(-1, 1)
         inside = (ids >= 0) & (ids < self._geometry.experts)
         words = torch.where(inside, ids, ABSENT).numpy().astype(np.uint32)
-        weights = operands.weights.contiguous().view(-1, 1).numpy().view(np.uint32)
+        weights = own_weights.contiguous().view(-1, 1).numpy().view(np.uint32)
         return np.concatenate([words, weights], 1).reshape(-1).astype(np.uint64) | np.uint64(epoch) << FLAG_SHIFT
 
     def _send_headers(self, call: ExchangeCall, epoch: int, tokens: int) -> None:
@@ -224,10 +247,9 @@ class CpuExchange:
         shape = (tokens, geometry.top_k)
         return torch.from_numpy(ids).view(shape), torch.from_numpy(weights.reshape(shape))
 
-    def _await_rows(self, call: ExchangeCall, epoch: int, sender: int, ids: torch.Tensor) -> None:
-        rank = self._memory.rank
-        needed = owners(ids, self._starts)[:, rank].nonzero().flatten().numpy()
-        flags = self._flags(rank, sender)
+    def _await_rows(self, call: ExchangeCall, epoch: int, sender: int, wanted: torch.Tensor) -> None:
+        needed = wanted.nonzero().flatten().numpy()
+        flags = self._flags(self._memory.rank, sender)
 
         def seen() -> int:
             found = flags[needed]
@@ -301,6 +323,8 @@ class CpuExchange:
 
     def _scrub(self, epoch: int) -> None:
         """Zero old flags once all of this call is here: nobody stores here again before this rank's next header."""
+        if epoch & SCRUB_MASK not in (0, 1):
+            return
         memory, geometry = self._memory, self._geometry
         for peer in memory.others:
             words = memory.u64(memory.rank, self._places.choices.at(peer), self._places.choices.stride // 8)

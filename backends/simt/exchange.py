@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from halma.backends.simt.control_block import ControlBlock
 from halma.backends.simt.geometry import MOST_THREADS, most_blocks, room
-from halma.backends.simt.sources import EXCHANGE, SITE_FIELDS, UNITS, Target, source
+from halma.backends.simt.sources import COMBINE_THREADS, EXCHANGE, SITE_FIELDS, UNITS, Target, source
 from halma.hal.backend import Backend, Stream
 from halma.hal.capabilities import Capabilities
 from halma.hal.collectives.contract import FLIGHT_BYTES, ErrorRecord, FlightEntry
@@ -67,7 +67,8 @@ class SimtExchange:
         self._warp = target.warp_width
         self._dependent = channel.dependent and target.dependent_launch
         self._kernels: dict[str, Any] = {}
-        for unit in EXCHANGE:
+        many = () if site.tuning.units == 1 else (f"combine_{site.tuning.units}",)
+        for unit in (*EXCHANGE, *many):
             self._kernels.update(backend.kernels.load(source(unit, channel.size, target), UNITS[unit].entries))
         self._control = ControlBlock(channel, backend, channel.layout.name)
         self._table = self._site_table()
@@ -90,7 +91,8 @@ class SimtExchange:
         """
         geometry, places, layout = self._geometry, self._places, operands.layout
         tokens, slots = operands.x.shape[0], layout.index.shape[0]
-        sorters, written = self._sorters(call.bound), layout.tensors()
+        kept, written = operands.ids is None or operands.weights is None, layout.tensors()
+        sorters = 0 if kept else self._sorters(call.bound)
         self._aligned(call, operands.x, *written)
         index, weights, counts, offsets, total, slot_of, tokens_of, sources = (one.data_ptr() for one in written)
         arguments = (
@@ -101,8 +103,7 @@ class SimtExchange:
             0,
             call.bound,
             sorters,
-            operands.ids.data_ptr(),
-            operands.weights.data_ptr(),
+            *(0 if one is None else one.data_ptr() for one in (operands.ids, operands.weights)),
             index,
             weights,
             counts,
@@ -124,8 +125,8 @@ class SimtExchange:
             self._units | geometry.alignment << 32,
             self._most_parts | self._site.tuning.warps << 32,
         )
-        kernel = self._kernels["dispatch_fp8" if geometry.payload == "fp8" else "dispatch_plain"]
-        self._run(kernel, self._dispatch_blocks(call.bound, sorters), arguments, stream)
+        name = f"dispatch_{'kept_' if kept else ''}{'fp8' if geometry.payload == 'fp8' else 'plain'}"
+        self._run(self._kernels[name], self._dispatch_blocks(call.bound, sorters), arguments, stream)
 
     def combine(self, call: ExchangeCall, operands: Returning, stream: Stream) -> None:
         """As :meth:`dispatch`."""
@@ -151,11 +152,15 @@ class SimtExchange:
             int(out.itemsize == 4 and geometry.given != "float32"),
         )
         wide = "_wide" if parts.itemsize == 4 and geometry.given != "float32" else ""
-        blocks = self._combine_blocks(call.bound)
-        self._run(self._kernels[f"combine_{geometry.given}{wide}"], blocks, arguments, stream)
+        abreast = self._combine_units(call.bound)
+        name = f"combine_{geometry.given}{wide}" if abreast == 1 else f"combine_{abreast}_{geometry.given}{wide}"
+        blocks = self._combine_blocks(call.bound) if abreast == 1 else self._site.tuning.blocks
+        self._run(self._kernels[name], blocks, arguments, stream, COMBINE_THREADS[abreast])
 
-    def _run(self, kernel: Any, blocks: int, arguments: Sequence[int], stream: Stream) -> None:
-        self._launch(kernel, blocks, MOST_THREADS + self._warp, arguments, stream=stream, dependent=self._dependent)
+    def _run(
+        self, kernel: Any, blocks: int, arguments: Sequence[int], stream: Stream, threads: int = MOST_THREADS
+    ) -> None:
+        self._launch(kernel, blocks, threads + self._warp, arguments, stream=stream, dependent=self._dependent)
 
     def _sorters(self, bound: int) -> int:
         """Blocks that sort: a power of two, as many as read their choices at once, of a quarter of the grid."""
@@ -166,10 +171,27 @@ class SimtExchange:
         return sorters
 
     def _dispatch_blocks(self, bound: int, sorters: int) -> int:
-        """Blocks for rows, for choices, and those that sort: of agreed numbers alone (C5), so that grids are equal."""
+        """Blocks for rows, for choices, and those that sort: of agreed numbers alone (C5), so that grids are equal.
+
+        Without sorters there are no choices either.
+        """
         warps = bound * parts_of(bound, self._most_parts, self._site.tuning.warps)
         rows, choices = -(-warps * self._warp // MOST_THREADS), -(-bound * self._geometry.top_k // MOST_THREADS)
+        if not sorters:
+            return min(self._site.tuning.blocks, rows)
         return max(_LEAST_BLOCKS, min(self._site.tuning.blocks, rows + choices + sorters))
+
+    def _combine_units(self, bound: int) -> int:
+        """Units a thread: the tuning's where rows are whole pieces and every warp serves two tokens or more, else 1.
+
+        With fewer there is none ahead of what is awaited, and the other kernel waits less. Of agreed numbers alone.
+        """
+        units, row = self._site.tuning.units, self._geometry.back_bytes // 16
+        piece = units * self._warp
+        warps = self._site.tuning.blocks * COMBINE_THREADS[units] // self._warp
+        if units == 1 or row % piece or warps < row // piece:
+            return 1
+        return units if bound >= 2 * (warps // (row // piece)) else 1
 
     def _combine_blocks(self, bound: int) -> int:
         """Equal on all ranks, or a rank could wait for a unit that its peer sends behind one it waits for itself."""

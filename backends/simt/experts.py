@@ -30,6 +30,7 @@ from halma.backends.simt.expert_sources import (
 )
 from halma.backends.simt.sources import Target
 from halma.hal.backend import Backend
+from halma.hal.collectives.expert_rows import takes_skipped
 from halma.hal.errors import DispatchError, HalmaError
 from halma.hal.registry import default_registry
 from halma.hal.routes import Call
@@ -96,6 +97,8 @@ def fits_grouped(call: Call) -> str | None:
 def fits_rows(call: Call) -> str | None:
     """What of it has nothing to do with the weights' sizes."""
     rows, weights, dtype = call["rows"], call["slot_weights"], call["dtype"]
+    if (reason := takes_skipped(call)) is not None:
+        return reason
     if rows.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         return f"rows are {_short(rows.dtype)}, it reads bfloat16 or e4m3"
     if rows.dtype is not torch.bfloat16 and call["gate_up"].format == "plain":
@@ -120,7 +123,7 @@ def fits_layout(call: Call) -> str | None:
     if call["weights"].dtype is not torch.float32:
         return f"weights are {_short(call['weights'].dtype)}, it moves float32"
     experts = call["experts"]
-    return None if experts <= MOST_EXPERTS else f"{experts} experts, its tables hold {MOST_EXPERTS}"
+    return takes_skipped(call) if experts <= MOST_EXPERTS else f"{experts} experts, its tables hold {MOST_EXPERTS}"
 
 
 def fits_sum(call: Call) -> str | None:

@@ -32,9 +32,14 @@ HEADERS: Final = (
     "exchange_send.h",
     "exchange_sort.h",
     "exchange_sums.h",
+    "combine_many.h",
 )
-EXCHANGE: Final = ("dispatch", "combine")
-"""Units that an exchange loads (:class:`halma.backends.simt.exchange.SimtExchange`), and no channel."""
+EXCHANGE: Final = ("dispatch", "dispatch_kept", "combine")
+"""Units that an exchange loads (:class:`halma.backends.simt.exchange.SimtExchange`), and no channel; with them
+``combine_2`` or ``combine_4`` where its tuning asks for so many units a thread."""
+COMBINE_THREADS: Final = {1: 512, 2: 256, 4: 192}
+"""Threads of a block that move data, by units that each has under way: of all the registers that half a multiprocessor
+has, none needs more than is there."""
 SITE_FIELDS: Final = (
     "headers",
     "words",
@@ -133,12 +138,22 @@ UNITS: Final = {
         True,
     ),
     "dispatch": Unit("dispatch.cu", ("dispatch_plain", "dispatch_fp8"), True, channel=False),
+    "dispatch_kept": Unit("dispatch_kept.cu", ("dispatch_kept_plain", "dispatch_kept_fp8"), True, channel=False),
     "combine": Unit(
         "combine.cu",
         ("combine_bfloat16", "combine_bfloat16_wide", "combine_float32"),
         True,
         channel=False,
     ),
+    **{
+        f"combine_{units}": Unit(
+            f"combine_{units}.cu",
+            tuple(f"combine_{units}_{how}" for how in ("bfloat16", "bfloat16_wide", "float32")),
+            True,
+            channel=False,
+        )
+        for units in exchange_limits.COMBINE_UNITS[1:]
+    },
     "norm_alone": Unit("norm_alone.cu", _by_dtype("norm_alone", "norm_alone_wide"), False),
     "staged": Unit(
         "staged.cu",
@@ -233,6 +248,7 @@ def source(unit: str, size: int, target: Target, *, without: tuple[str, ...] = (
         "HALMA_EXCHANGE_PARTS": f"{exchange_limits.PARTS}u",
         "HALMA_EXCHANGE_LOCAL": f"{exchange_limits.MOST_EXPERTS}u",
         "HALMA_EXCHANGE_SORTERS": f"{exchange_limits.SORTERS}u",
+        **{f"HALMA_COMBINE_{units}_THREADS": f"{threads}" for units, threads in COMBINE_THREADS.items()},
         **({} if target.clock_khz is None else {"HALMA_CLOCK_KHZ": f"{target.clock_khz}ull"}),
         **control.defines(),
         **memory_order.defines(target.dialect),

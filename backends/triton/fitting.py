@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from halma.hal.collectives.expert_rows import takes_skipped
 from halma.hal.routes import Call
 
 CODES: Final = {"plain": 1, "fp8_block128": 4, "fp4_block32": 8}
@@ -123,6 +124,8 @@ def _stacks(gate_up: Any, down: Any, rows: int) -> str | None:
 def fits_grouped(call: Call) -> str | None:
     """Requirement of ``grouped_ffn``."""
     rows, weights, dtype = call["rows"], call["slot_weights"], call["dtype"]
+    if (reason := takes_skipped(call)) is not None:
+        return reason
     if rows.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         return f"rows are {_short(rows.dtype)}, it multiplies bfloat16 or e4m3"
     if weights.dtype is not torch.float32:
@@ -151,7 +154,9 @@ def fits_layout(call: Call) -> str | None:
     if not call["ids"].numel():
         return "there are no pairs"
     experts = call["experts"]
-    return f"{experts} experts, it counts {MOST_EXPERTS} at most" if experts > MOST_EXPERTS else None
+    if experts > MOST_EXPERTS:
+        return f"{experts} experts, it counts {MOST_EXPERTS} at most"
+    return takes_skipped(call)
 
 
 def fits_sum(call: Call) -> str | None:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 
 from halma.hal.arena.memory import SymmetricMemory
 from halma.hal.collectives.contract import FlightEntry
-from halma.hal.collectives.exchange_checks import check_ids, check_outgoing, check_returning
+from halma.hal.collectives.exchange_checks import check_alone, check_ids, check_outgoing, check_returning
 from halma.hal.collectives.exchange_contract import (
     ExchangeCall,
     ExchangeDriver,
@@ -31,16 +32,16 @@ from halma.hal.collectives.exchange_contract import (
     Step,
 )
 from halma.hal.collectives.exchange_geometry import LIMIT, Geometry
-from halma.hal.collectives.exchange_memory import open_driver, prepare, refuse_written_guards
+from halma.hal.collectives.exchange_kept import NUMBERS, KeptLayout
+from halma.hal.collectives.exchange_memory import layout_tensors, open_driver, prepare, refuse_written_guards
 from halma.hal.collectives.exchange_opening import Terms, agreed
 from halma.hal.collectives.exchange_sizes import Sizes
 from halma.hal.collectives.exchange_tuning import TABLE, Key, Tuning
-from halma.hal.collectives.exchange_turns import Dispatched, Turns, not_combined
+from halma.hal.collectives.exchange_turns import Dispatched, Turns, handed_out, not_combined
 from halma.hal.collectives.exchange_vendor import TorchExchange
 from halma.hal.collectives.expert_rows import ExpertRows
 from halma.hal.collectives.faults import Faults
 from halma.hal.collectives.group import Group
-from halma.hal.device_value import DeviceValue
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.current import current_recorder, note_failure
 from halma.hal.process import Home
@@ -88,8 +89,10 @@ class Exchange:
             self._driver = open_driver(
                 group, terms, self._memory, self._rows, self._scales, bound=now.collective_bound, epoch=epoch
             )
-        self._layouts = {host: self._layout() for host in (False, True)}
-        self._calls: dict[tuple[Step, int, bool], ExchangeCall] = {}
+        self._group, self._kept = group, WeakSet[KeptLayout]()
+        self._layouts = {host: layout_tensors(group, geometry) for host in (False, True)}
+        self._calls: dict[tuple[Step, int, bool, int], ExchangeCall] = {}
+        self._fills = 0
         self._names: dict[int, str] = {}
         self._turns = Turns(NAME, group.backend, self._refuse_closed)
         self._faults = Faults(NAME, group.backend, group.ranks, self._driver, now.collective_bound, self._names)
@@ -135,19 +138,12 @@ class Exchange:
         group.ranks.exchange("an exchange is open", None)
         return made
 
-    def _layout(self) -> Layout:
-        geometry, empty = self.geometry, self._backend.memory.empty
-        capacity, local = geometry.capacity(geometry.max_tokens), geometry.local(self.rank)
-        made = Layout(
-            index=empty((capacity,), torch.int32).fill_(-1),
-            weights=empty((capacity,), self._acc).zero_(),
-            counts=empty((local,), torch.int32).zero_(),
-            offsets=empty((local + 1,), torch.int32).zero_(),
-            total=empty((1,), torch.int32).zero_(),
-            slots=empty((geometry.landing, geometry.top_k), torch.int32).fill_(-1),
-            tokens=empty((geometry.ranks,), torch.int32).zero_(),
-            sources=empty((geometry.max_tokens,), torch.int32).zero_(),
-        )
+    def new_layout(self) -> KeptLayout:
+        """Memory for a layout that outlives its dispatch (:mod:`halma.hal.collectives.exchange_kept`)."""
+        self._refuse_closed("new_layout()")
+        made = KeptLayout(layout_tensors(self._group, self.geometry), self.geometry, self._group.ranks, self.rank)
+        self._backend.device.synchronize()
+        self._kept.add(made)
         return made
 
     # -- calls --------------------------------------------------------------------------------------
@@ -155,11 +151,13 @@ class Exchange:
     def dispatch(
         self,
         x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
+        ids: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
         *,
         bound: int | None = None,
         host_counts: bool = False,
+        keep: KeptLayout | None = None,
+        layout: KeptLayout | None = None,
     ) -> Dispatched:
         """Send every token to the ranks that have its experts; what they have sent here is handed out.
 
@@ -171,6 +169,8 @@ class Exchange:
             bound: most tokens of any rank in this call, the same on all; by default ``max_tokens``. Slots and their
                 scratch are sized by it.
             host_counts: host-synced mode.
+            keep: where the layout goes instead of memory that the next dispatch writes again.
+            layout: a kept one, of the same routing: no ids and weights then, and nothing is sorted; the bound is its.
 
         Returns:
             Rows and slots; ``index`` and ``weights`` have ``geometry.capacity(bound)`` slots, or in host-synced mode
@@ -182,18 +182,56 @@ class Exchange:
             RankError: the sticky fault.
         """
         try:
-            return self._dispatch(x, ids, weights, bound, host_counts)
+            if layout is not None:
+                return self._dispatch_kept(x, layout, (ids, weights, bound, keep), host_counts)
+            if ids is None or weights is None:
+                raise CollectiveError("a dispatch needs ids and weights", do="or layout=, a kept one")
+            return self._dispatch(x, ids, weights, bound, host_counts, keep)
         except BaseException as error:
             note_failure(error)
             raise
 
     def _dispatch(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bound: int | None, host: bool
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        bound: int | None,
+        host: bool,
+        keep: KeptLayout | None,
     ) -> Dispatched:
         geometry = self.geometry
         call = self._call(Step.DISPATCH, geometry.max_tokens if bound is None else bound, host)
         self._refuse_closed(call.describe())
         count = check_outgoing(geometry, call, self._backend.device.torch_device, x, ids, weights)
+        capturing, eager = self._open(call, host)
+        if host and keep is not None:
+            raise CollectiveError("a kept layout is of worst-token mode", do="leave host_counts out")
+        layout = self._layouts[host]
+        if keep is not None:
+            layout = keep.to_fill(geometry, self._group.ranks, self.rank, call.describe(), capturing, eager)
+        if eager and (host or self._checked):
+            check_ids(ids, geometry.experts)
+        handed = self._send(call, count, Outgoing(x, ids, weights, self._cut(layout, call.bound)), capturing, eager)
+        if keep is not None and (capturing or eager):
+            self._fills += 1
+            keep.fill(count, call.bound, self._fills % NUMBERS + 1, capturing)
+        return handed
+
+    def _dispatch_kept(self, x: torch.Tensor, layout: KeptLayout, others: tuple[Any, ...], host: bool) -> Dispatched:
+        check_alone(host, others)
+        geometry = self.geometry
+        self._refuse_closed("a dispatch by a kept layout")
+        capturing, eager = self._how()
+        count = x.shape[0] if x.dim() == 2 else 0
+        tensors, bound, number = layout.to_use(geometry, self._group.ranks, self.rank, count, capturing, eager)
+        call = self._call(Step.DISPATCH, bound, False, number)
+        check_outgoing(geometry, call, self._backend.device.torch_device, x)
+        self._open(call, False)
+        return self._send(call, count, Outgoing(x, None, None, self._cut(tensors, bound)), capturing, eager)
+
+    def _open(self, call: ExchangeCall, host: bool) -> tuple[bool, bool]:
+        """(captured, eager) of a dispatch whose turn it is."""
         capturing, eager = self._how()
         if host and not eager:
             raise CollectiveError(
@@ -205,39 +243,19 @@ class Exchange:
             raise not_combined(before, call.describe())
         if eager:
             self.poll()
-            if host or self._checked:
-                check_ids(ids, geometry.experts)
-        stream = self._stream(capturing, eager)
-        layout = self._layouts[host]
-        slots = geometry.capacity(call.bound)
-        cut = Layout(**{**_fields(layout), "index": layout.index[:slots], "weights": layout.weights[:slots]})
-        self._driver.dispatch(call, Outgoing(x, ids, weights, cut), stream)
-        handed = self._handed(call, count, cut)
-        if host:
+        return capturing, eager
+
+    def _send(self, call: ExchangeCall, count: int, operands: Outgoing, capturing: bool, eager: bool) -> Dispatched:
+        self._driver.dispatch(call, operands, self._stream(capturing, eager))
+        handed = handed_out(self.geometry, self._rows, self._scales, call, count, operands.layout)
+        if call.host:
             handed = self._sized(handed)
         if capturing or eager:
             self._turns.turn(capturing, handed)
         return handed
 
-    def _handed(self, call: ExchangeCall, count: int, layout: Layout, sizes: Sizes | None = None) -> Dispatched:
-        geometry, slots = self.geometry, layout.index.shape[0]
-        used = slots if sizes is None else max(sizes.offsets[-1], geometry.alignment)
-        most = self.geometry.ranks * call.bound * geometry.top_k
-        return Dispatched(
-            rows=self._rows,
-            scales=self._scales,
-            index=layout.index[:used],
-            weights=layout.weights[:used],
-            counts=DeviceValue(layout.counts, bound=most + 1, name="slots of an expert"),
-            offsets=DeviceValue(layout.offsets, bound=slots + 1, name="first slots"),
-            total=DeviceValue(layout.total, bound=most + 1, name="slots in use"),
-            slots=layout.slots,
-            alignment=geometry.alignment,
-            count=count,
-            call=call,
-            layout=layout,
-            sizes=sizes,
-        )
+    def _cut(self, layout: Layout, bound: int) -> Layout:
+        return layout.cut(self.geometry.capacity(bound))
 
     def _sized(self, handed: Dispatched) -> Dispatched:
         self._backend.device.synchronize()
@@ -245,7 +263,7 @@ class Exchange:
         layout = handed.layout
         counts, offsets, (total,) = _numbers(layout.counts), _numbers(layout.offsets), _numbers(layout.total)
         sizes = Sizes.checked(counts, offsets, total, self.geometry.alignment, layout.index.shape[0])
-        return self._handed(handed.call, handed.count, layout, sizes)
+        return handed_out(self.geometry, self._rows, self._scales, handed.call, handed.count, layout, sizes)
 
     def combine(self, parts: torch.Tensor, handed: ExpertRows, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Add up what experts made of every token, and bring it back to where the token came from.
@@ -297,11 +315,11 @@ class Exchange:
             self._turns.turn(capturing, None)
         return out
 
-    def _call(self, step: Step, bound: int, host: bool) -> ExchangeCall:
+    def _call(self, step: Step, bound: int, host: bool, kept: int = 0) -> ExchangeCall:
         # One object for all equal calls: drivers find what they prepared by its identity.
-        call = self._calls.get((step, bound, host))
+        call = self._calls.get((step, bound, host, kept))
         if call is None:
-            call = self._calls[step, bound, host] = ExchangeCall(step, bound, host)
+            call = self._calls[step, bound, host, kept] = ExchangeCall(step, bound, host, kept)
             self._names[call.digest] = call.describe()
         return call
 
@@ -343,9 +361,11 @@ class Exchange:
         self._faults.set_bound(seconds)
 
     def rearm(self) -> None:
-        """Forget the fault and what was dispatched last, and go on; every rank calls it, captures stay good."""
+        """Forget the fault, what was dispatched and kept, and go on; every rank calls it, captures stay good."""
         self._refuse_closed("rearm()")
         self._turns.forget()
+        for kept in self._kept:
+            kept.forget()
         self._faults.rearm()
 
     def epoch(self) -> int:
@@ -374,10 +394,6 @@ class Exchange:
         self._home.refuse_other("the exchange", asked, CollectiveError)
         if self._closed:
             raise CollectiveError("the exchange is closed", asked=asked, do="open a new one")
-
-
-def _fields(layout: Layout) -> dict[str, torch.Tensor]:
-    return {name: getattr(layout, name) for name in layout.__dataclass_fields__}
 
 
 def _numbers(tensor: torch.Tensor) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from halma.hal.collectives.operands import check_like, check_tensor
 from halma.hal.errors import CollectiveError
 
 
-def check_outgoing(geometry: Geometry, call: ExchangeCall, device: torch.device, x: Any, ids: Any, weights: Any) -> int:
-    """How many tokens a dispatch sends.
+def check_outgoing(
+    geometry: Geometry, call: ExchangeCall, device: torch.device, x: Any, ids: Any = None, weights: Any = None
+) -> int:
+    """How many tokens a dispatch sends; without ids and weights where it is by a kept layout.
 
     Raises:
         CollectiveError: a bound or tensors that it cannot have.
@@ -25,7 +28,7 @@ def check_outgoing(geometry: Geometry, call: ExchangeCall, device: torch.device,
             asked=f"bound={call.bound!r}",
             found=f"the exchange was opened for 1 to {geometry.max_tokens} tokens a rank",
         )
-    for name, value in (("x", x), ("ids", ids), ("weights", weights)):
+    for name, value in (("x", x), *(() if call.kept else (("ids", ids), ("weights", weights)))):
         check_tensor(Step.DISPATCH, name, value, device)
     count = x.shape[0] if x.dim() == 2 else 0
     if count > call.bound:
@@ -36,9 +39,25 @@ def check_outgoing(geometry: Geometry, call: ExchangeCall, device: torch.device,
             do="a larger bound on every rank, or several calls; nothing was sent",
         )
     check_like(Step.DISPATCH, "x", x, (count, geometry.hidden), carrier)
+    if call.kept:
+        return count
     check_like(Step.DISPATCH, "ids", ids, (count, geometry.top_k), torch.int64)
     check_like(Step.DISPATCH, "weights", weights, (count, geometry.top_k), acc)
     return count
+
+
+def check_alone(host: bool, others: Iterable[object]) -> None:
+    """That a dispatch by a kept layout has x and nothing else.
+
+    Raises:
+        CollectiveError: it has.
+    """
+    if host or any(one is not None for one in others):
+        raise CollectiveError(
+            "a dispatch by a kept layout takes x alone",
+            found="ids, weights, bound, keep or host_counts beside layout",
+            do="dispatch(x, layout=...): routing and bound are the layout's",
+        )
 
 
 def check_returning(geometry: Geometry, device: torch.device, slots: int, count: int, parts: Any, out: Any) -> None:

@@ -9,7 +9,7 @@ This module imports no torch at run time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from zlib import crc32
@@ -58,16 +58,18 @@ class ExchangeCall:
     Attributes:
         bound: most tokens of any rank in this call.
         host: that sizes are read by the host.
+        kept: the number of the kept layout that a dispatch uses; 0: it sorts. All ranks use the same.
     """
 
     step: Step
     bound: int
     host: bool = False
+    kept: int = 0
 
     @property
     def digest(self) -> int:
         """32 bits that tell calls apart, never 0."""
-        return crc32(f"exchange|{int(self.step)}|{self.bound}|{int(self.host)}".encode()) or 1
+        return crc32(f"exchange|{int(self.step)}|{self.bound}|{int(self.host)}|{self.kept}".encode()) or 1
 
     @property
     def kind(self) -> Step:
@@ -76,7 +78,7 @@ class ExchangeCall:
 
     def describe(self) -> str:
         """``dispatch of at most 128 tokens a rank``."""
-        how = ", sizes read by the host" if self.host else ""
+        how = ", sizes read by the host" if self.host else f", by kept layout {self.kept}" if self.kept else ""
         return f"{self.step.name.lower()} of at most {self.bound} tokens a rank{how}"
 
 
@@ -106,14 +108,21 @@ class Layout:
         """All of it."""
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
+    def cut(self, slots: int) -> Layout:
+        """Views of it with the first ``slots`` slots."""
+        return replace(self, index=self.index[:slots], weights=self.weights[:slots])
+
 
 @dataclass(frozen=True, eq=False)
 class Outgoing:
-    """Operands of a dispatch: x [M, D] given dtype, ids int64 [M, k] with -1 for no expert, weights acc [M, k]."""
+    """Operands of a dispatch: x [M, D] given dtype, ids int64 [M, k] with -1 for no expert, weights acc [M, k].
+
+    Without ``ids`` and ``weights`` the layout is read, not written: it is of the same routing.
+    """
 
     x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
+    ids: torch.Tensor | None
+    weights: torch.Tensor | None
     layout: Layout
 
 
@@ -148,7 +157,7 @@ class ExchangeDriver(Protocol):
     def dispatch(self, call: ExchangeCall, operands: Outgoing, stream: Stream) -> None:
         """Queue one dispatch: captured where the stream captures, run where it does not. Never waits.
 
-        After a fault it sends nothing and hands out no slot.
+        After a fault it sends nothing and hands out no slot; of a layout that is only read the slots stay.
         """
         ...
 

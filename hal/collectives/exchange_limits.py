@@ -12,3 +12,5 @@ PARTS: Final = 8
 """Flags of a row: as many warps may share its way."""
 SORTERS: Final = 16
 """Most blocks that sort the choices of a call."""
+COMBINE_UNITS: Final = (1, 2, 4)
+"""Units of 16 bytes that a thread of combine may have under way; those above 1 are for many rows."""

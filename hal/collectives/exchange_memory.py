@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from halma.hal.arena.layout import GUARD_BYTE, GUARD_BYTES
 from halma.hal.arena.memory import SymmetricMemory
 from halma.hal.collectives.contract import FLIGHT_BYTES, ChannelSite
-from halma.hal.collectives.exchange_contract import ExchangeDriver, ExchangeSite, GivesExchange
-from halma.hal.collectives.exchange_geometry import Places
+from halma.hal.collectives.exchange_contract import ExchangeDriver, ExchangeSite, GivesExchange, Layout
+from halma.hal.collectives.exchange_geometry import Geometry, Places
 from halma.hal.collectives.exchange_opening import Terms
 from halma.hal.collectives.group import Group
 from halma.hal.collectives.opening import FLIGHT_ENTRIES
@@ -25,6 +25,24 @@ def prepare(memory: torch.Tensor, places: Places) -> None:
             memory[region.offset : region.offset + region.nbytes].fill_(region.fill)
     for guard in places.channel.guards:
         memory[guard : guard + GUARD_BYTES].fill_(GUARD_BYTE)
+
+
+def layout_tensors(group: Group, geometry: Geometry) -> Layout:
+    """Memory of a layout of full size, of no token yet."""
+    import torch
+
+    empty = group.backend.memory.empty
+    capacity, local = geometry.capacity(geometry.max_tokens), geometry.local(group.rank)
+    return Layout(
+        index=empty((capacity,), torch.int32).fill_(-1),
+        weights=empty((capacity,), getattr(torch, geometry.accumulator)).zero_(),
+        counts=empty((local,), torch.int32).zero_(),
+        offsets=empty((local + 1,), torch.int32).zero_(),
+        total=empty((1,), torch.int32).zero_(),
+        slots=empty((geometry.landing, geometry.top_k), torch.int32).fill_(-1),
+        tokens=empty((geometry.ranks,), torch.int32).zero_(),
+        sources=empty((geometry.max_tokens,), torch.int32).zero_(),
+    )
 
 
 def open_driver(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from halma.hal.backend import Backend
 from halma.hal.collectives.exchange_contract import ExchangeCall, Layout
+from halma.hal.collectives.exchange_geometry import Geometry
 from halma.hal.collectives.exchange_sizes import Sizes
 from halma.hal.collectives.expert_rows import ExpertRows
 from halma.hal.collectives.streams import OneStream
+from halma.hal.device_value import DeviceValue
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.breakable import BreakableGraph
 from halma.hal.graph.current import current_scope
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,6 +36,36 @@ class Dispatched(ExpertRows):
     call: ExchangeCall
     layout: Layout
     sizes: Sizes | None = None
+
+
+def handed_out(
+    geometry: Geometry,
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    call: ExchangeCall,
+    count: int,
+    layout: Layout,
+    sizes: Sizes | None = None,
+) -> Dispatched:
+    """What a dispatch hands out: the landing area and its layout; with ``sizes``, slots up to the last expert's end."""
+    slots = layout.index.shape[0]
+    used = slots if sizes is None else max(sizes.offsets[-1], geometry.alignment)
+    most = geometry.ranks * call.bound * geometry.top_k
+    return Dispatched(
+        rows=rows,
+        scales=scales,
+        index=layout.index[:used],
+        weights=layout.weights[:used],
+        counts=DeviceValue(layout.counts, bound=most + 1, name="slots of an expert"),
+        offsets=DeviceValue(layout.offsets, bound=slots + 1, name="first slots"),
+        total=DeviceValue(layout.total, bound=most + 1, name="slots in use"),
+        slots=layout.slots,
+        alignment=geometry.alignment,
+        count=count,
+        call=call,
+        layout=layout,
+        sizes=sizes,
+    )
 
 
 class Turns(OneStream):

@@ -41,9 +41,13 @@ class TorchExchange:
 
     def dispatch(self, call: ExchangeCall, operands: Outgoing, stream: Stream) -> None:
         """See the contract."""
-        reads = [operands.x, operands.ids, operands.weights]
-        writes = [*operands.layout.tensors(), self._rows, *([] if self._scales is None else [self._scales])]
-        self._make(call, lambda: self._dispatch(call, operands), reads, writes)
+        writes = [self._rows, *([] if self._scales is None else [self._scales])]
+        if operands.ids is None or operands.weights is None:
+            reads = [operands.x, *operands.layout.tensors()]
+            return self._make(call, lambda: self._send(call, operands.x, []), reads, writes)
+        ids, weights = operands.ids, operands.weights
+        writes += operands.layout.tensors()
+        self._make(call, lambda: self._dispatch(call, operands, ids, weights), [operands.x, ids, weights], writes)
 
     def combine(self, call: ExchangeCall, operands: Returning, stream: Stream) -> None:
         """See the contract."""
@@ -52,7 +56,7 @@ class TorchExchange:
         self._make(call, lambda: self._combine(call, operands), reads, [operands.out])
 
     def _make(
-        self, call: ExchangeCall, work: Callable[[], None], reads: list[torch.Tensor], writes: list[torch.Tensor]
+        self, call: ExchangeCall, work: Callable[[], object], reads: list[torch.Tensor], writes: list[torch.Tensor]
     ) -> None:
         def run() -> None:
             with torch.no_grad():
@@ -65,17 +69,38 @@ class TorchExchange:
         else:
             recorder.record_node(NODE, run, reads=reads, writes=writes, parameters=(("call", call.describe()),))
 
-    def _dispatch(self, call: ExchangeCall, operands: Outgoing) -> None:
+    def _dispatch(self, call: ExchangeCall, operands: Outgoing, ids: torch.Tensor, weights: torch.Tensor) -> None:
         geometry, bound, layout = self._geometry, call.bound, operands.layout
-        tokens, ranks = operands.x.shape[0], geometry.ranks
-        layout.sources[:tokens].copy_(as_bits(owners(operands.ids, self._starts)))
-        x, scales = to_fp8(operands.x) if geometry.payload == "fp8" else (operands.x, None)
-        device = x.device
-        ids = torch.full((bound, geometry.top_k), -1, dtype=torch.int64, device=device)
-        ids[:tokens] = operands.ids
+        tokens, ranks, device = operands.x.shape[0], geometry.ranks, operands.x.device
+        layout.sources[:tokens].copy_(as_bits(owners(ids, self._starts)))
+        sent_ids = torch.full((bound, geometry.top_k), -1, dtype=torch.int64, device=device)
+        sent_ids[:tokens] = ids
         counts = torch.full((bound, 1), tokens, dtype=torch.int64, device=device)
-        parts = [_padded(_bytes(one), bound) for one in (x, operands.weights)]
-        parts += [_bytes(ids), _bytes(counts), *([] if scales is None else [_padded(_bytes(scales), bound)])]
+        choices = [_padded(_bytes(weights), bound), _bytes(sent_ids), _bytes(counts)]
+        came_weights, came_ids, came_counts = self._send(call, operands.x, choices)
+        by_pair = came_weights.contiguous().view(self._acc).view(ranks * bound, geometry.top_k)
+        arrived_ids = came_ids.contiguous().view(torch.int64).view(ranks * bound, geometry.top_k)
+        where = torch.arange(ranks, device=device).unsqueeze(1) * geometry.max_tokens
+        rows = (where + torch.arange(bound, device=device)).view(-1)
+        first = self._starts[self._rank]
+        experts = self._starts[self._rank + 1] - first
+        lay_out(arrived_ids, by_pair, rows, first, experts, geometry.alignment, layout)
+        layout.tokens.copy_(came_counts.contiguous().view(torch.int64).view(ranks, bound)[:, 0])
+
+    def _send(self, call: ExchangeCall, given: torch.Tensor, beside: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows, and their scales, to everybody and into the landing area; what came ``beside`` them.
+
+        Args:
+            beside: uint8 [bound, ...].
+
+        Returns:
+            uint8 [ranks, bound, ...] each.
+        """
+        geometry, bound, ranks = self._geometry, call.bound, self._geometry.ranks
+        x, scales = to_fp8(given) if geometry.payload == "fp8" else (given, None)
+        parts = [_padded(_bytes(x), bound), *beside]
+        if scales is not None:
+            parts.append(_padded(_bytes(scales), bound))
         record = torch.cat(parts, 1)
         arrived = self._moved(record.expand(ranks, *record.shape).contiguous())
         cuts = torch.split(arrived, [part.shape[1] for part in parts], dim=2)
@@ -83,15 +108,8 @@ class TorchExchange:
         landing[:, :bound].copy_(cuts[0])
         if self._scales is not None:
             spots = self._scales.view(torch.uint8).view(ranks, geometry.max_tokens, -1)
-            spots[:, :bound].copy_(cuts[4])
-        weights = cuts[1].contiguous().view(self._acc).view(ranks * bound, geometry.top_k)
-        arrived_ids = cuts[2].contiguous().view(torch.int64).view(ranks * bound, geometry.top_k)
-        where = torch.arange(ranks, device=device).unsqueeze(1) * geometry.max_tokens
-        rows = (where + torch.arange(bound, device=device)).view(-1)
-        first = self._starts[self._rank]
-        experts = self._starts[self._rank + 1] - first
-        lay_out(arrived_ids, weights, rows, first, experts, geometry.alignment, layout)
-        layout.tokens.copy_(cuts[3].contiguous().view(torch.int64).view(ranks, bound)[:, 0])
+            spots[:, :bound].copy_(cuts[-1])
+        return list(cuts[1 : 1 + len(beside)])
 
     def _combine(self, call: ExchangeCall, operands: Returning) -> None:
         geometry, layout, bound = self._geometry, operands.layout, call.bound

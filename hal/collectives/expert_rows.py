@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from halma.hal.device_value import DeviceValue
 from halma.hal.errors import CollectiveError
+from halma.hal.routes import Call
 
 
 def slot_capacity(pairs: int, experts: int, alignment: int = 1) -> int:
@@ -27,6 +29,27 @@ def slot_capacity(pairs: int, experts: int, alignment: int = 1) -> int:
         )
     slots = pairs + experts * (alignment - 1)
     return max(-(-slots // alignment), 1) * alignment
+
+
+SKIPPED: Final = "skipped"
+"""Gaps and tail belong to no expert: counts are those of real pairs. What a product that walks offsets needs."""
+CHARGED: Final = "charged"
+"""Every slot belongs to an expert: gaps to the one before them, the tail to the last one, so that counts sum to the
+slots there are. What a grouped product needs whose rows must sum to the padded total (the AFD plugin's did)."""
+
+
+def takes_skipped(call: Call) -> str | None:
+    """Requirement of a route that walks offsets: of charged padding it would work on every slot."""
+    if call.arguments.get("padding", SKIPPED) == SKIPPED:
+        return None
+    return f"padding is {call['padding']}, it walks the slots that counts name and needs padding skipped"
+
+
+def takes_charged(call: Call) -> str | None:
+    """Requirement of a route whose rows must sum to the padded total."""
+    if call.arguments.get("padding", SKIPPED) == CHARGED:
+        return None
+    return "padding is skipped, its rows must sum to the padded total: it needs padding charged to the last expert"
 
 
 @dataclass(frozen=True, eq=False)

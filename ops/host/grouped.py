@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from halma.hal.collectives.expert_rows import CHARGED, SKIPPED
 from halma.hal.routes import Call
 from halma.hal.workspace import Workspace
 from halma.ops.host.arrays import HostArrays, short
@@ -26,6 +27,7 @@ def expert_layout(
     first: int,
     experts: int,
     alignment: int,
+    padding: str = SKIPPED,
     *,
     out: tuple[torch.Tensor, ...],
     ws: Workspace,
@@ -51,6 +53,10 @@ def expert_layout(
         slot_weights[place] = given[order]
         slots[:] = -1
         slots[order] = place
+        if padding == CHARGED:
+            offsets[experts] = len(index)
+            counts[:] = offsets[1:] - offsets[:-1]
+            np.maximum(index, 0, out=index)
 
     return launch
 
@@ -80,6 +86,7 @@ def grouped_rows(
     limit: float,
     layer: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    padding: str = SKIPPED,
     *,
     out: torch.Tensor,
     ws: Workspace,

@@ -17,13 +17,15 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs the extra halma
 ARCHITECTURES = ("sm_80", "sm_90", "sm_90a", "sm_100")
 WITH_DEPENDENT_LAUNCH = ("sm_90", "sm_90a", "sm_100")
 MORE = [("sm_90a", 2), *(("sm_90", size) for size in WORLD_SIZES[1:])]
-LONG = "streams"
-"""Takes as long as three of the others: a pull request compiles it for one generation."""
+LONG = ("streams", "combine_2", "dispatch_kept")
+"""Long, or of headers that another unit has compiled: a pull request compiles them for one generation."""
+NUMBER = "combine_4"
+"""Differs from ``combine_2`` in a number."""
 EVERY = [
     pytest.param(unit, arch, size, id=f"{unit}-{arch}-{size}", marks=[pytest.mark.nightly] if late else [])
     for unit in UNITS
     for arch, size in (*((arch, 2) for arch in ARCHITECTURES if arch != "sm_90a"), *MORE)
-    for late in ((arch, size) in MORE or (unit == LONG and arch != "sm_90"),)
+    for late in ((arch, size) in MORE or unit == NUMBER or (unit in LONG and arch != "sm_90"),)
 ]
 """All architectures at two ranks, all world sizes on one: the code of a size does not depend on the architecture. What
 a pull request compiles is every source for every generation; the rest is the nightly row's."""

@@ -6,11 +6,8 @@ DEVICE void await_rows(const Args& a, const Turn& t, const Exchange& x, u64 head
   u32 rank = rank_of(a), first = first_of(x, rank);
 #pragma unroll 1
   for (u32 q = 0; q < OTHERS; ++q) {
-    u32 p = other(rank, q), start = t.first + q * (t.stride / OTHERS);  // peers are awaited side by side
-    if (start >= t.stride) start -= t.stride;
-    // Whoever cannot have a part to wait for does not look: all threads at one word would be slow.
-    u32 bound = static_cast<u32>(a.lane), split = bound * x.most_parts;
-    if (start >= (split < 2u * x.warps ? split : bound > 2u * x.warps ? bound : 2u * x.warps)) continue;
+    u32 p = other(rank, q), start = first_awaited(a, t, x, q);
+    if (start == NOBODY) continue;
     u32 tokens = count_of(a, t, headers, p, x.most);
     if (tokens == NOBODY) return;
     u32 parts = parts_of(x, tokens);
@@ -31,30 +28,8 @@ DEVICE void await_rows(const Args& a, const Turn& t, const Exchange& x, u64 head
         for (u32 c = 0; c < AT_ONCE; ++c)
           here |= wanted[c] && local_of(x, first, static_cast<u32>(word[c].low)) < x.local;
       }
-      if (!here) continue;
-      const u8* flag = a.own + x.flags + p * x.flags_stride + 4ull * (token * PARTS + item % parts);
-      Wait wait{0u, 0u};
-      for (;;) {
-        u32 seen = HALMA_ORDER_FLAG_WAIT(flag);
-        if (seen == t.epoch) break;
-        auto culprit = [&](u32& who, u32& what) { who = p, what = seen; };
-        if (!again(a, t, wait, STAGE_ROWS, culprit)) return;
-      }
+      if (here && !await_part(a, t, x, p, token, item % parts)) return;
     }
-  }
-}
-
-// Flags that this call does not use become 0 long before epochs wrap (C2): words behind a sender's choices, into which
-// nobody stores before this rank's next header, and old flags of rows.
-static __device__ __noinline__ void scrub_lanes(u8* own, u64 words, u64 words_stride, u64 flags, u64 flags_stride,
-                                                u32 epoch, u32 sender, u32 used, u32 all_words, u32 all_flags, u32 first,
-                                                u32 stride) {
-  for (u32 i = used + first; i < all_words; i += stride)
-    HALMA_ORDER_SCRUB_STORE(own + words + sender * words_stride + 16ull * i, (Pair{0u, 0u}));
-  for (u32 i = first; i < all_flags; i += stride) {
-    u8* flag = own + flags + sender * flags_stride + 4ull * i;
-    u32 seen = HALMA_ORDER_FAULT_LOAD(flag);
-    if (seen != 0u && seen != epoch && !later(seen, epoch)) HALMA_ORDER_SCRUB_CLAIM(flag, seen, 0u);
   }
 }
 
@@ -88,15 +63,7 @@ template <bool FP8> DEVICE void dispatch(const Args& a, const Exchange& x, Sorti
   send_rows<FP8>(a, t, x, part, piece);
   await_rows(a, t, x, headers);
   if (!time_to_scrub(t)) return;
-  u32 sorters = gridDim.x - t.header;
-  for (u32 i = t.first; i < x.local * SORTERS; i += t.stride)
-    if (sorters == 1u || i % SORTERS >= sorters) HALMA_ORDER_PART_STORE(a.own + x.tallies + 8ull * i, 0ull);
-  for (u32 q = 0; q < OTHERS; ++q) {
-    u32 p = other(rank_of(a), q), tokens = count_of(a, t, headers, p, x.most);
-    if (tokens == NOBODY) return;
-    scrub_lanes(a.own, x.words, x.words_stride, x.flags, x.flags_stride, t.epoch, p, tokens * x.choices,
-                x.most * x.choices, x.most * PARTS, t.first, t.stride);
-  }
+  scrub_exchange(a, t, x, headers, gridDim.x - t.header);
 }
 
 KERNEL dispatch_plain(DISPATCH_PARAMS) {

@@ -172,25 +172,33 @@ DEVICE void push_piece(const Args& a, const Exchange& x, u32 token, u32 i, u32 e
   }
 }
 
-// A part of a row: whose it is, and the choice that this lane looks at.
+// A part of a row: whose it is, and the choice that this lane looks at; of a kept layout the ranks that it goes to.
 struct Part {
   u32 token, number, begin, end;
   long long id;
 };
-DEVICE Part part_at(const Exchange& x, u32 item, u32 parts) {
+template <bool KEPT = false> DEVICE Part part_at(const Exchange& x, u32 item, u32 parts) {
   u32 lane = threadIdx.x % HALMA_WARP, token = item / parts, number = item % parts, length = x.units / parts;
-  long long id = lane < x.choices ? x.ids[static_cast<u64>(token) * x.choices + lane] : -1;
+  long long id = -1;
+  if (KEPT)
+    id = x.sources[token];
+  else if (lane < x.choices)
+    id = x.ids[static_cast<u64>(token) * x.choices + lane];
   return Part{token, number, number * length, (number + 1u) * length, id};
 }
 
 // The rows of this warp, a part at a time, each followed by its flag. The first one is under way already.
-template <bool FP8>
+template <bool FP8, bool KEPT = false>
 DEVICE void send_rows(const Args& a, const Turn& t, const Exchange& x, Part part, Quad* piece) {
   u32 lane = threadIdx.x % HALMA_WARP, warps = t.stride / HALMA_WARP, rank = rank_of(a);
   u32 parts = parts_of(x, x.tokens), item = t.first / HALMA_WARP;
 #pragma unroll 1
   while (item < x.tokens * parts) {
-    u32 expert = as_word(x, part.id), to = warp_or(expert == NOBODY ? 0u : 1u << owner_of(x, expert));
+    u32 to = static_cast<u32>(part.id);
+    if (!KEPT) {
+      u32 expert = as_word(x, part.id);
+      to = warp_or(expert == NOBODY ? 0u : 1u << owner_of(x, expert));
+    }
 #pragma unroll 1
     for (u32 i = part.begin + lane;;) {
       push_piece<FP8>(a, x, part.token, i, part.end, to, piece);
@@ -198,7 +206,7 @@ DEVICE void send_rows(const Args& a, const Turn& t, const Exchange& x, Part part
       if (i - lane >= part.end) break;
       load_piece<FP8>(a, x, part.token, i, part.end, piece);
     }
-    if (lane == 0u && part.number == 0u) x.sources[part.token] = to;
+    if (!KEPT && lane == 0u && part.number == 0u) x.sources[part.token] = to;
     HALMA_ORDER_BEFORE_PUBLISH();
     warp_barrier();
     if (lane < SIZE && lane != rank && (to >> lane & 1u) != 0u) {
@@ -207,7 +215,52 @@ DEVICE void send_rows(const Args& a, const Turn& t, const Exchange& x, Part part
     }
     item += warps;
     if (item >= x.tokens * parts) break;
-    part = part_at(x, item, parts);
+    part = part_at<KEPT>(x, item, parts);
     load_piece<FP8>(a, x, part.token, part.begin + lane, part.end, piece);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- awaiting
+// Until a part of a row of `p` has come; false after a fault.
+DEVICE bool await_part(const Args& a, const Turn& t, const Exchange& x, u32 p, u32 token, u32 number) {
+  const u8* flag = a.own + x.flags + p * x.flags_stride + 4ull * (token * PARTS + number);
+  Wait wait{0u, 0u};
+  for (;;) {
+    u32 seen = HALMA_ORDER_FLAG_WAIT(flag);
+    if (seen == t.epoch) return true;
+    auto culprit = [&](u32& who, u32& what) { who = p, what = seen; };
+    if (!again(a, t, wait, STAGE_ROWS, culprit)) return false;
+  }
+}
+// The first item that this thread awaits of the q-th peer: peers are awaited side by side. Whoever cannot have a part to
+// wait for does not look, and gets one that is behind all: all threads at one word would be slow.
+DEVICE u32 first_awaited(const Args& a, const Turn& t, const Exchange& x, u32 q) {
+  u32 start = t.first + q * (t.stride / OTHERS), bound = static_cast<u32>(a.lane), split = bound * x.most_parts;
+  if (start >= t.stride) start -= t.stride;
+  return start >= (split < 2u * x.warps ? split : bound > 2u * x.warps ? bound : 2u * x.warps) ? NOBODY : start;
+}
+
+// Flags that this call does not use become 0 long before epochs wrap (C2): words behind a sender's choices, into which
+// nobody stores before this rank's next header, and old flags of rows.
+static __device__ __noinline__ void scrub_lanes(u8* own, u64 words, u64 words_stride, u64 flags, u64 flags_stride,
+                                                u32 epoch, u32 sender, u32 used, u32 all_words, u32 all_flags, u32 first,
+                                                u32 stride) {
+  for (u32 i = used + first; i < all_words; i += stride)
+    HALMA_ORDER_SCRUB_STORE(own + words + sender * words_stride + 16ull * i, (Pair{0u, 0u}));
+  for (u32 i = first; i < all_flags; i += stride) {
+    u8* flag = own + flags + sender * flags_stride + 4ull * i;
+    u32 seen = HALMA_ORDER_FAULT_LOAD(flag);
+    if (seen != 0u && seen != epoch && !later(seen, epoch)) HALMA_ORDER_SCRUB_CLAIM(flag, seen, 0u);
+  }
+}
+// Of a call with so many sorters; of none, in which no choices come.
+DEVICE void scrub_exchange(const Args& a, const Turn& t, const Exchange& x, u64 headers, u32 sorters) {
+  for (u32 i = t.first; i < x.local * SORTERS; i += t.stride)
+    if (sorters <= 1u || i % SORTERS >= sorters) HALMA_ORDER_PART_STORE(a.own + x.tallies + 8ull * i, 0ull);
+  for (u32 q = 0; q < OTHERS; ++q) {
+    u32 p = other(rank_of(a), q), tokens = count_of(a, t, headers, p, x.most);
+    if (tokens == NOBODY) return;
+    scrub_lanes(a.own, x.words, x.words_stride, x.flags, x.flags_stride, t.epoch, p,
+                sorters == 0u ? 0u : tokens * x.choices, x.most * x.choices, x.most * PARTS, t.first, t.stride);
   }
 }

@@ -12,6 +12,7 @@ from halma.hal.backend import Backend
 from halma.hal.collectives.contract import Fault
 from halma.hal.collectives.control import EPOCH_LAST
 from halma.hal.collectives.exchange_contract import NOT_HERE, Stage
+from halma.hal.testing.conformance import exchange_kept_programs as kept_programs
 from halma.hal.testing.conformance import exchange_programs as programs
 from halma.hal.testing.ranks import Lost, RankPools
 
@@ -182,6 +183,64 @@ def test_bad_calls_are_refused_before_anything_is_sent(all_ranks: RankPools) -> 
         assert found.pop("good") == "True"
         assert {name: reasons[name] in text for name, text in found.items()} == dict.fromkeys(reasons, True)
         assert all(text.startswith("CollectiveError") for text in found.values())
+
+
+@pytest.mark.invariant("F2")
+@pytest.mark.invariant("F3")
+@pytest.mark.parametrize(("size", "payload", "alignment"), [(2, "bf16", 1), (2, "fp8", 16), (4, "fp32", 1)])
+def test_a_kept_layout_gives_the_bits_of_a_dispatch_that_sorts(
+    all_ranks: RankPools, size: int, payload: str, alignment: int
+) -> None:
+    """With another routing in between, and NaN in every row that nobody sent."""
+    found = all_ranks[size].run(kept_programs.old_against_kept, all_ranks.backend, payload, alignment, seconds=SECONDS)
+    assert found == [[]] * size
+
+
+@pytest.mark.invariant("F2")
+def test_a_kept_layout_serves_another_exchange_of_the_same_routing(all_ranks: RankPools) -> None:
+    assert all_ranks[2].run(kept_programs.another_exchange, all_ranks.backend) == [[]] * 2
+
+
+@pytest.mark.invariant("F13")
+def test_replays_that_sort_once_and_dispatch_twice(ranks: RankPools) -> None:
+    """And replays by a layout that is declared stable, with steps of other routing in between."""
+    assert ranks[2].run(kept_programs.replays, ranks.backend, 9, seconds=SECONDS) == [[]] * 2
+
+
+@pytest.mark.invariant("F2")
+def test_a_layout_that_cannot_be_used_is_refused(ranks: RankPools) -> None:
+    reasons = {
+        "tokens": "another number of tokens",
+        "empty": "no dispatch has filled",
+        "freed": "it was freed",
+        "fill freed": "it was freed",
+        "geometry": "top_k: 3 of the layout, 4 of the exchange",
+        "ids": "takes x alone",
+        "bound": "takes x alone",
+        "host": "takes x alone",
+        "keep host": "worst-token mode",
+        "nothing": "needs ids and weights",
+        "captured": "this graph cannot use it",
+        "eager of a graph": "an eager dispatch cannot use it",
+        "other graph": "this graph cannot use it",
+        "fill of a graph": "an eager dispatch cannot fill it",
+        "fill stable": "declared stable",
+        "stable of a graph": "cannot be declared stable",
+        "free": "cannot be freed",
+        "dtype": "float32[4, 256]",
+        "turn": "no combine yet",
+    }
+    for found in ranks[2].run(kept_programs.refusals, ranks.backend):
+        assert found.pop("good") == "True"
+        assert {name: text for name, text in found.items() if reasons[name] not in text} == {}
+        assert set(found) == set(reasons) and all(text.startswith("CollectiveError") for text in found.values())
+
+
+@pytest.mark.invariant("C12")
+def test_ranks_that_use_layouts_of_different_dispatches_are_told(all_ranks: RankPools) -> None:
+    for text, forgotten, kept, after in all_ranks[2].run(kept_programs.other_layouts, all_ranks.backend):
+        assert text.startswith("MISMATCH") and "by kept layout" in text
+        assert "no dispatch has filled" in forgotten and "of 4 tokens" in kept and after
 
 
 @pytest.mark.invariant("F14")

@@ -15,6 +15,7 @@ from halma.hal.collectives.exchange import Exchange
 from halma.hal.collectives.exchange_tuning import Key, Tuning
 from halma.hal.collectives.report import ChannelFault
 from halma.hal.testing.conformance.collective_setup import BRIEF, PATIENT, same
+from halma.hal.testing.conformance.exchange_kept_programs import old_against_kept
 from halma.hal.testing.conformance.exchange_programs import items_of, replays_and_eager, slots_and_sums, step
 from halma.hal.testing.conformance.exchange_setup import exchange_set_up, identity_sums
 
@@ -36,6 +37,7 @@ def by_the_vendor(why: str | None) -> dict[str, Any]:
             "fp8": slots_and_sums("cpu", "fp8", 16, ("random",)),
             "fp64": slots_and_sums("cpu", "fp64", 1, ("random",)),
             "replays": replays_and_eager("cpu", "bf16", 6, (6, 0, 3)),
+            "kept": [*old_against_kept("cpu", "bf16", 1), *old_against_kept("cpu", "fp8", 16)],
         }
 
 

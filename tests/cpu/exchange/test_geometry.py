@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.exchange_tuning import Search, row_of
 from halma.hal.collectives.exchange_geometry import Geometry, refuse_difference
 from halma.hal.collectives.exchange_sizes import Sizes
 from halma.hal.collectives.exchange_tuning import (
+    FALLBACK,
     TABLE,
     Key,
+    Measured,
     Tuning,
     choose_tuning,
     key_of,
@@ -25,7 +28,8 @@ from halma.hal.errors import CollectiveError
 V4 = Geometry(8, 128, 4096, 6, 256, "fp8", 16)
 SINGLE = Key(1, 8, "sm_90")
 TWO_NODES = Key(2, 4, "sm_90")
-MEASURED = {SINGLE: Tuning(24, 4, 777)}
+ON = Measured(SINGLE, "2026-11-30", "NVIDIA H200")
+MEASURED = {SINGLE: Tuning(24, 4, 777, measured=ON)}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,10 @@ def test_one_node_of_eight_gets_its_row() -> None:
         (Tuning(24, 3), "parts 3: 1, 2, 4 or 8"),
         (Tuning(24, 16), "parts 16: 1, 2, 4 or 8"),
         (Tuning(24, 4, 0), "warps 0"),
+        (Tuning(24, units=3), "units 3: 1, 2, 4"),
+        (Tuning(24, measured=replace(ON, key=TWO_NODES)), "it was measured on 2 x 4 ranks of sm_90"),
+        (Tuning(24, measured=replace(ON, day="last week")), "measured 'last week' on 'NVIDIA H200'"),
+        (Tuning(24, measured=replace(ON, device="")), "a device's name"),
     ],
 )
 def test_a_row_that_the_device_cannot_have_is_refused_when_it_is_chosen(row: Tuning, said: str) -> None:
@@ -142,6 +150,59 @@ def test_a_row_that_the_device_cannot_have_is_refused_when_it_is_chosen(row: Tun
 def test_a_key_of_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(CollectiveError, match="are 8 ranks, the geometry has 4"):
         choose_tuning(SINGLE, replace(V4, ranks=4), 66, MEASURED)
+
+
+@pytest.mark.invariant("F11")
+@given(
+    ranks=st.sampled_from((2, 4, 6, 8)),
+    machines=st.integers(1, 8),
+    rows=st.dictionaries(
+        st.builds(Key, st.integers(1, 8), st.integers(1, 8), st.sampled_from(("sm_90", "sm_100"))), st.integers(2, 66)
+    ),
+)
+@settings(deadline=None)
+def test_a_row_is_for_exactly_the_ranks_that_it_was_measured_on(
+    ranks: int, machines: int, rows: dict[Key, int]
+) -> None:
+    """Whatever the table holds: a measured row of these very ranks, or the computed numbers, which say so."""
+    key = key_of([f"machine {rank % machines}" for rank in range(ranks)], "sm_90")
+    if key.scale_out * key.scale_up != ranks:
+        return
+    table = {one: Tuning(blocks, measured=Measured(one, "2026-11-30", "a device")) for one, blocks in rows.items()}
+    chosen = choose_tuning(key, replace(V4, ranks=ranks), 66, table)
+    if key in table:
+        assert chosen == table[key] and str(key) in chosen.source and chosen.source.startswith("measured 2026-11-30")
+    else:
+        assert chosen.measured is None and chosen.source == FALLBACK
+    for other in table.keys() - {key}:  # nor by a row that was copied under another key
+        with pytest.raises(CollectiveError, match="it was measured on"):
+            choose_tuning(key, replace(V4, ranks=ranks), 66, {key: table[other]})
+
+
+@pytest.mark.invariant("F11", control=True)
+def test_rows_of_the_table_say_where_they_come_from() -> None:
+    for key, tuning in TABLE.items():
+        ranks = replace(V4, ranks=key.scale_out * key.scale_up)
+        assert choose_tuning(key, ranks, 1024, TABLE).source in (FALLBACK, str(tuning.measured))
+    assert choose_tuning(SINGLE, V4, 66, MEASURED).source == "measured 2026-11-30 on NVIDIA H200, 1 x 8 ranks of sm_90"
+
+
+def test_a_search_finds_the_best_of_what_can_be_chosen() -> None:
+    """Of a made-up cost; the row that it prints is one that the table takes."""
+    tried: list[Tuning] = []
+
+    def cost(one: Tuning) -> dict[int, float]:
+        tried.append(one)
+        cost = 10 + abs(one.blocks - 33) / 10 + (one.units != 4) + (one.parts != 2) + abs(one.warps - 512) / 512
+        return {8: cost, 4096: 10 * cost}
+
+    search = Search(SINGLE, V4, 66, cost)
+    best = search.run()
+    assert (best.blocks, best.parts, best.warps, best.units) == (33, 2, 512, 4)
+    assert tried[0] == Tuning(66) and search.trials[0].ratio == 1.0 and len(set(tried)) == len(tried) == 14
+    names = {"Key": Key, "Tuning": Tuning, "Measured": Measured}
+    table = eval(f"{{{row_of(SINGLE, best, '2026-11-30', 'a device')}}}", names)
+    assert choose_tuning(SINGLE, V4, 66, table) == replace(best, measured=Measured(SINGLE, "2026-11-30", "a device"))
 
 
 @given(

@@ -10,8 +10,11 @@ import torch
 
 from benchmarks.virtual_exchange import VirtualExchange
 from halma.backends.simt.exchange import exchange_blocks, no_exchange
+from halma.backends.simt.geometry import MOST_THREADS
+from halma.backends.simt.sources import COMBINE_THREADS
 from halma.hal.capabilities import Capabilities
 from halma.hal.collectives.exchange_geometry import Geometry
+from halma.hal.collectives.exchange_limits import COMBINE_UNITS
 from halma.hal.collectives.exchange_tuning import Tuning
 from halma.hal.errors import CollectiveError
 from tests.cpu.simt.fake_device import fake_backend
@@ -79,6 +82,40 @@ def test_of_many_rows_several_blocks_sort() -> None:
     assert [driver._sorters(most) for most in sizes] == [1, 2, 2, 2, 16]
     small: Any = lab(tuning=Tuning(7)).ranks[0].driver
     assert small._sorters(4096) == 1  # a quarter of the grid at most
+
+
+@pytest.mark.invariant("C5")
+def test_of_many_rows_a_thread_of_combine_has_several_units() -> None:
+    """Where rows are whole pieces and every warp has two tokens or more; of the bound and agreed numbers alone."""
+    made = lab(tuning=Tuning(4, units=2))
+    threads = COMBINE_THREADS[2]
+    twice = 2 * (4 * threads // 32 // 2)  # a row of 128 units is two pieces of 64
+    assert twice <= 64
+    assert launched(made, 0, 3, twice)[1] == ("combine_2_bfloat16_wide", 4) == launched(made, 1, 64, twice)[1]
+    assert launched(made, 0, 3, twice - 1)[1] == ("combine_bfloat16_wide", 4)
+    assert made.backend.kernels.loaded.count("combine_2_bfloat16") == 2  # type: ignore[attr-defined]
+    assert "combine_4_bfloat16" not in made.backend.kernels.loaded  # type: ignore[attr-defined]
+    odd: Any = lab(tuning=Tuning(4, units=2), hidden=1024 + 8).ranks[0].driver
+    assert odd._combine_units(4096) == 1  # 129 units
+    few: Any = lab(tuning=Tuning(2, units=4), hidden=1 << 14).ranks[0].driver
+    assert few._combine_units(4096) == 1  # 16 pieces for 12 warps: some would be nobody's
+    assert lab().tuning.units == 2  # what is computed for two ranks
+
+
+@pytest.mark.invariant("C16")
+def test_threads_of_combine_leave_room_for_a_second_grid() -> None:
+    assert set(COMBINE_THREADS) == set(COMBINE_UNITS)
+    assert all(threads <= MOST_THREADS and threads % 32 == 0 for threads in COMBINE_THREADS.values())
+
+
+@pytest.mark.invariant("C5")
+def test_a_dispatch_by_a_kept_layout_has_no_blocks_that_sort() -> None:
+    made = lab(tuning=Tuning(66))
+    made.backend.kernels.launches.clear()  # type: ignore[attr-defined]
+    for rank, tokens in enumerate((64, 3)):
+        made.dispatch(rank, torch.zeros((tokens, 1024), dtype=torch.bfloat16), None, None, 64)
+    first, second = made.backend.kernels.launches  # type: ignore[attr-defined]
+    assert (first.kernel, first.grid) == ("dispatch_kept_plain", 64 * 4 // 16) == (second.kernel, second.grid)
 
 
 def test_kernels_by_payload_and_types() -> None:

@@ -44,6 +44,10 @@ class Place:
     def dispatch(self) -> None:
         self.lab.dispatch(self.rank, self.x, self.ids, self.weights, self.bound)
 
+    def dispatch_kept(self) -> None:
+        """By the layout of the dispatch before."""
+        self.lab.dispatch(self.rank, self.x, None, None, self.bound)
+
     def combine(self) -> None:
         with self.lab.ranks[self.rank].stream:
             parts = self.lab.experts[self.rank](self.lab.handed(self.rank, self.bound))

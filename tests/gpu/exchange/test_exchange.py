@@ -68,9 +68,13 @@ def test_slots_and_sums(gpu: Backend, size: int, payload: str, alignment: int) -
 @pytest.mark.invariant("F13")
 @pytest.mark.invariant("F12")
 @pytest.mark.parametrize(("payload", "alignment"), [("bf16", 1), ("fp8", 128)])
-@pytest.mark.parametrize("tuning", [None, Tuning(3, 1, 1), Tuning(16, 8, 4096)], ids=["rule", "few", "many"])
+@pytest.mark.parametrize(
+    "tuning",
+    [None, Tuning(3, 1, 1), Tuning(16, 8, 4096), Tuning(7, units=2), Tuning(16, units=4)],
+    ids=["rule", "few", "many", "two units", "four units"],
+)
 def test_the_shapes_of_a_real_model(gpu: Backend, payload: str, alignment: int, tuning: Tuning | None) -> None:
-    """Rows in several parts, one sorter and several, choices in several rounds, both ways of combining."""
+    """Rows in several parts, one sorter and several, choices in several rounds, all ways of combining."""
     lab = Lab(gpu, geometry(2, payload, alignment, **WIDE), tuning=tuning)
     for seed, tokens in enumerate(((300,), (128,), (1,), (300, 7))):
         these, bound = items(lab.geometry, tokens, seed), max(tokens) if seed % 2 else 300
@@ -83,6 +87,39 @@ def test_the_shapes_of_a_real_model(gpu: Backend, payload: str, alignment: int, 
         for place in places:
             place.combine()
         assert lab.wrong(places, these) == []
+    end(lab)
+
+
+@pytest.mark.invariant("F2")
+@pytest.mark.invariant("F3")
+@pytest.mark.parametrize("payload", ["bf16", "fp8"])
+@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["few", "many"])
+def test_another_payload_by_a_kept_layout(gpu: Backend, size: int, payload: str, shape: dict[str, int]) -> None:
+    """Rows, slots and sums of a dispatch that sorts nothing, with NaN in every row that nobody sent."""
+    if size == 8 and shape is WIDE:
+        pytest.skip("300 tokens of 8 ranks on one device")
+    lab = Lab(gpu, geometry(size, payload, 8, **shape))
+    most = shape["max_tokens"]
+    cases = (("random", (most, 3)), ("holes", RAGGED), ("idle", (4,)), ("random", (0, 2)))
+    for seed, (routing, tokens) in enumerate(cases):
+        these, others = items(lab.geometry, tokens, seed, routing), []
+        places = lab.places(these, most)
+        for place, one in zip(places, these, strict=True):
+            place.put(one)
+        for place in places:
+            place.step()
+        for rank, one in enumerate(these):
+            others.append(Item(item(lab.geometry, rank, len(one.x), 50 + seed).x, one.ids, one.weights))
+        lab.poison()
+        for place, one in zip(places, others, strict=True):
+            place.put(one)
+        lab.synchronize()
+        for place in places:
+            place.dispatch_kept()
+        assert lab.wrong_slots(most, others) == [], (routing, tokens)
+        for place in places:
+            place.combine()
+        assert lab.wrong(places, others) == [], (routing, tokens)
     end(lab)
 
 
