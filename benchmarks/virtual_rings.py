@@ -14,7 +14,7 @@ import torch
 from benchmarks.virtual_ranks import Region
 from halma.backends.simt.rings import SimtRings
 from halma.hal.collectives.ring_board import Board
-from halma.hal.collectives.ring_contract import RingItem, RingSite, RingStaging
+from halma.hal.collectives.ring_contract import COUNTED, RingItem, RingNext, RingSite, RingStaging
 from halma.hal.collectives.ring_plan import RingGeometry, RingPlan
 from halma.hal.shared_file import SharedFile
 
@@ -90,6 +90,32 @@ class VirtualRings:
             out = (staging.rows[: item.rows].float() * factor).to(getattr(torch, g.reply)).contiguous()
             self.drivers[rank].reply(item, out, self.replied[ffn][attention][slot], self.streams[rank])
         self.replied[ffn][attention][slot] = sequence
+        return staging
+
+    def seen(self) -> RingNext:
+        """Where what a device knows of an item goes that it takes by itself."""
+        g = self.g
+
+        def words(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((count,), -7, dtype=dtype, device=self.device)
+
+        index = None if g.ffn == 1 else words(-(-g.max_tokens // g.ffn))
+        return RingNext(words(1), words(1), index, words(len(COUNTED), torch.int64))
+
+    def serve_next(self, ffn: int, seen: RingNext, patience_ns: int = 1_000_000) -> RingStaging:
+        """As :meth:`serve`, for whichever item comes; no header is read. Nothing here depends on the item's size."""
+        g, rank = self.g, self.g.attention + ffn
+        with self.streams[rank]:
+            staging = self.staging()
+            self.drivers[rank].take_next(staging, seen, patience_ns, self.streams[rank])
+            reply = getattr(torch, g.reply)
+            factor = staging.weights.sum(1, keepdim=True)
+            if seen.index is None:
+                out, beside = (staging.rows.float() * (factor + 1.0)).to(reply), None
+            else:
+                out = (staging.rows.float() * factor).to(reply)
+                beside = staging.rows.float()[seen.index.long().clamp(0, g.max_tokens - 1)].to(reply)
+            self.drivers[rank].reply_next(out, beside, self.streams[rank])
         return staging
 
     def settle(self) -> None:

@@ -3,6 +3,7 @@
 # pyright: basic
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,4 +67,49 @@ def check_items_of_every_size(world: VirtualRings) -> None:
         world.collect(0, out)
         world.settle()
         assert torch.equal(out, expected(x, ids, weights))
+    assert world.errors() == [None] * g.size
+
+
+WHOEVER = ((1, 5), (0, 600), (1, 130), (1, 7), (0, 1), (0, 33))
+"""Attention ranks and rows of their items."""
+
+
+def check_items_of_whoever_comes(world: VirtualRings, sizes: Sequence[tuple[int, int]] = WHOEVER) -> None:
+    """Items of all sizes from ranks in no order; FFN ranks are told nothing of them, and look once more than there are
+    items."""
+    g, device = world.g, world.device
+    sent = [(rank, item(g, rows, rows, device)) for rank, rows in sizes]
+    seen = [world.seen() for _ in range(g.ffn)]
+    waiting: dict[int, list[Any]] = {rank: [] for rank in range(g.attention)}
+    world.settle()
+
+    def answer(patience_ns: int = 10**9) -> None:
+        for ffn in range(g.ffn):
+            world.serve_next(ffn, seen[ffn], patience_ns)
+
+    def collected(rank: int) -> None:
+        one = waiting[rank].pop(0)
+        out = torch.full_like(one[0], float("nan"))
+        world.settle()
+        world.collect(rank, out)
+        world.settle()
+        assert torch.equal(out, expected(*one))
+
+    for number, (rank, one) in enumerate(sent):
+        if len(waiting[rank]) == g.depth:  # every FFN rank has answered it: it looked as often as there were items
+            collected(rank)
+        world.submit(rank, number % g.layers, one)
+        waiting[rank].append(one)
+        answer()
+    for rank in waiting:
+        while waiting[rank]:
+            collected(rank)
+    answer(1_000_000)  # there is nothing
+    world.settle()
+    for one in seen:
+        looks, items, empty, rows, _, shared = one.counted.tolist()
+        assert (looks, items) == (len(sent) + 1, len(sent)) and rows >= shared
+        assert int(one.shared) == 0, "nobody's item has no rows"
+        assert empty == 0 or rows < sum(size for _, size in sizes)
+    assert sum(int(one.counted[4]) for one in seen) == g.top_k * sum(rows for _, rows in sizes)
     assert world.errors() == [None] * g.size

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as distributed
 
 import halma
-from halma.hal.collectives.rings import Rings
+from halma.hal.collectives.rings import LOOKS_A_POLL, Rings
 from halma.hal.errors import HalmaError, ModelError
 from halma.models.deepseek_v4.checkpoint import load_source
 from halma.models.deepseek_v4.config import V4Config
@@ -23,6 +23,7 @@ from halma.models.deepseek_v4.expert_loading import ExpertLayers, experts_of
 from halma.models.deepseek_v4.experts import OWN_EXPERTS, FarExperts
 from halma.models.deepseek_v4.load import ModelSource, default_carrier, load_expert_part, load_v4, resolve_model
 from halma.models.deepseek_v4.preparation import LoadOptions
+from halma.models.deepseek_v4.role_ranks import ItemsChoice
 from halma.models.deepseek_v4.roles import ServingOptions, expert_server, geometry_of, opened
 from halma.models.deepseek_v4.runner import RunnerOptions, V4Runner
 from halma.models.deepseek_v4.spread import spread
@@ -41,6 +42,7 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     backend: str = "cpu"
     ffn_graph: bool = True
+    items: ItemsChoice = "headers"
 
     @property
     def mtp(self) -> bool:
@@ -87,9 +89,7 @@ def runner_of(job: Job, backend: Any, experts: Any) -> V4Runner:
         return load_v4(job.source, backend, options, carrier=job.carrier, experts=experts).runner
     source = SyntheticSource(job.config(), seed=3)
     loaded = load_source(job.config(), source, job.load_options(experts.held))
-    return V4Runner(
-        loaded.config, loaded.weights, backend, options, carrier=job.carrier_on(backend), experts=experts
-    )
+    return V4Runner(loaded.config, loaded.weights, backend, options, carrier=job.carrier_on(backend), experts=experts)
 
 
 def attend(job: Job, rings: Rings | None = None, pauses: Sequence[float] = ()) -> Served:
@@ -122,7 +122,7 @@ def held(job: Job, part: tuple[int, int]) -> ExpertLayers:
 
 def serving(job: Job) -> ServingOptions:
     """Without a measurement what runs as a graph is the gate's alone, the same in every run."""
-    return ServingOptions(graph=job.ffn_graph, checked=True, measure=False)
+    return ServingOptions(graph=job.ffn_graph, checked=True, measure=False, items=job.items)
 
 
 def geometry(job: Job, attention: int, ffn: int, **changes: Any) -> Any:
@@ -229,7 +229,7 @@ def play_until(jobs: Sequence[Job], ffn: int, victim: int, how: str, bound: floa
     rings = Rings.open(group, geometry(jobs[0], len(jobs), ffn))
     rings.set_bound(bound)
     if group.rank == victim:
-        _misbehave(rings, how)
+        _misbehave(rings, how, jobs[0].items)
     if not rings.attends:
         part = rings.geometry.experts[rings.number : rings.number + 2]
         server = expert_server(rings, held(jobs[0], part), backend, serving(jobs[0]))
@@ -251,15 +251,17 @@ def play_until(jobs: Sequence[Job], ffn: int, victim: int, how: str, bound: floa
     return said, time.monotonic() - began
 
 
-def _misbehave(rings: Rings, how: str) -> None:
-    """After 40 looks of an attention rank at its rings, or 40 items of an FFN rank."""
-    right, calls = (rings.poll if rings.attends else rings.next_item), 0
+def _misbehave(rings: Rings, how: str, items: ItemsChoice) -> None:
+    """After 40 looks of an attention rank at its rings, or 40 items of an FFN rank, about as many without headers."""
+    looks = rings.attends or items == "worst-case"
+    right, calls = (rings.poll if looks else rings.next_item), 0
+    most = 40 if rings.attends or not looks else 40 // LOOKS_A_POLL + 1
 
     def wrong() -> Any:
         nonlocal calls
         found = right()
-        calls += rings.attends or found is not None
-        if calls < 40 or (found is None and not rings.attends):
+        calls += looks or found is not None
+        if calls < most or (found is None and not looks):
             return found
         if how == "dies":
             os._exit(9)
@@ -347,3 +349,13 @@ def never_comes(job: Job, absent: int, seconds: float) -> str:
         return ""
     ranks._seconds = seconds
     return refusal(lambda: Rings.open(group, geometry(job, 1, 1)))
+
+
+def serve_refused(job: Job) -> str:
+    """What an FFN rank says that cannot serve as it is asked to."""
+    backend = halma.backend(job.backend)
+    group = halma.collectives(world=distributed.group.WORLD, backend=backend)
+    with opened(group, geometry(job, 1, 1)) as rings:
+        said = "" if rings.attends else refusal(lambda: expert_server(rings, held(job, (0, 16)), backend, serving(job)))
+        rings.finish()
+        return said

@@ -15,7 +15,7 @@ from halma.backends.cpu.memory_order import MemoryOrder
 from halma.hal.collectives import control
 from halma.hal.collectives.contract import ErrorRecord, Fault
 from halma.hal.collectives.ring_contract import RingSite, RingWait
-from halma.hal.collectives.ring_plan import FLAGS, SPLITS, Box, StateWords
+from halma.hal.collectives.ring_plan import FLAGS, HEADER_WORDS, SPLITS, TOTALS, Box, ServingWords, StateWords
 
 COMPLETE: Final = (control.FAULT_COMPLETE - control.FAULT) // 4
 
@@ -39,6 +39,13 @@ class RingMemory:
         self.filled = self._state(words.filled, (g.ffn, g.depth))
         self.taken = self._state(words.taken, (g.depth,))
         self.place = self._state(words.place, (g.depth, g.ffn, g.max_tokens)).view(np.int32)
+        # An FFN rank's, in the same place.
+        own = ServingWords.of(self.geometry)
+        self.served = self._state(own.served, (g.attention,))
+        self.replied = self._state(own.replied, (g.attention, g.depth))
+        self.turn = self._state(own.turn, (1,))
+        self.item = self._state(own.item, (3 + len(HEADER_WORDS),))
+        self.totals = self._state(own.totals, (2 * TOTALS,)).view(np.uint64)
 
     def _state(self, offset: int, shape: tuple[int, ...]) -> Any:
         at, count = self.plan.state + offset, int(np.prod(shape))
@@ -78,6 +85,20 @@ class RingMemory:
         """Until a word is ``expected``. Raises Faulted as :meth:`wait_flags`."""
         self.wait(lambda: int(word[0]) == expected, lambda: int(word[0]), expected, peer, what)
         self.fence()
+
+    def wait_any(self, look: Callable[[], int | None], patience_ns: int) -> int | None:
+        """What ``look()`` finds within ``patience_ns``, which is no fault; None after that, or after a fault."""
+        start = time.monotonic_ns()
+        while (found := look()) is None and not self.faulted:
+            waited = time.monotonic_ns() - start
+            if waited > patience_ns:
+                return None
+            if waited > SPIN_NS:
+                time.sleep(NAP)
+            else:
+                os.sched_yield()
+        self.fence()
+        return found
 
     def wait(
         self, ready: Callable[[], bool], seen: Callable[[], int], expected: int, peer: int, what: RingWait

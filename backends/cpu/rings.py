@@ -14,11 +14,11 @@ import torch
 
 from halma.backends.cpu.channel_memory import Faulted
 from halma.backends.cpu.memory_order import memory_order, why_unordered
-from halma.backends.cpu.ring_memory import RingMemory
+from halma.backends.cpu.ring_memory import RingFaulted, RingMemory
 from halma.hal.backend import Stream
 from halma.hal.collectives.contract import ErrorRecord, Fault
-from halma.hal.collectives.ring_contract import RingItem, RingSite, RingStaging, RingWait
-from halma.hal.collectives.ring_plan import HEADER_BYTES, ring_epoch
+from halma.hal.collectives.ring_contract import RingItem, RingNext, RingSite, RingStaging, RingWait
+from halma.hal.collectives.ring_plan import HEADER_BYTES, HEADER_WORDS, NOBODY, ring_epoch
 from halma.hal.errors import CollectiveError
 from halma.hal.graph.current import current_recorder, note_launch
 
@@ -130,6 +130,7 @@ class CpuRings:
             torch.from_numpy(np.where(local, chosen - first, -1)[tokens])
         )
         memory.part(to, base + item.weights, weights.dtype, (count, choices)).copy_(weights[picked])
+        memory.words(to, base + item.header, len(header))[:] = header
         memory.publish(to, base + item.flags, sequence)
 
     def _collect(self, out: torch.Tensor) -> None:
@@ -163,6 +164,9 @@ class CpuRings:
     def take(self, item: RingItem, staging: RingStaging, stream: Stream) -> None:
         """See the contract."""
         note_launch()
+        self._take(item, staging)
+
+    def _take(self, item: RingItem, staging: RingStaging) -> None:
         memory, g, box = self._memory, self._geometry, self._plan.item
         base = self._plan.item_slot(item.attention, item.sequence % g.depth)
         staging.ids[item.rows :].fill_(-1)
@@ -183,6 +187,9 @@ class CpuRings:
     def reply(self, item: RingItem, out: torch.Tensor, before: int, stream: Stream) -> None:
         """See the contract."""
         note_launch()
+        self._reply(item, out, before)
+
+    def _reply(self, item: RingItem, out: torch.Tensor, before: int) -> None:
         memory, g, box = self._memory, self._geometry, self._plan.reply
         if memory.faulted:
             return
@@ -196,6 +203,75 @@ class CpuRings:
                 memory.credit(to, mine, slot)[0] = item.sequence
         except Faulted as fault:
             memory.write_fault(fault, item.sequence, item.layer)
+
+    # -- FFN, where the device takes items by itself ------------------------------------------------------
+
+    def take_next(self, staging: RingStaging, seen: RingNext, patience_ns: int, stream: Stream) -> None:
+        """See the contract."""
+        told = [one for one in (seen.layer, seen.shared, seen.index, seen.counted) if one is not None]
+        self._make(
+            "take_next",
+            partial(self._take_next, staging, seen, patience_ns),
+            -1,
+            [],
+            [staging.rows, staging.ids, staging.weights, *told],
+        )
+
+    def reply_next(self, out: torch.Tensor, beside: torch.Tensor | None, stream: Stream) -> None:
+        """See the contract."""
+        reads = [out] if beside is None else [out, beside]
+        self._make("reply_next", partial(self._reply_next, out, beside), -1, reads, [out])
+
+    def _take_next(self, staging: RingStaging, seen: RingNext, patience_ns: int) -> None:
+        memory, g = self._memory, self._geometry
+        found = memory.wait_any(self._whoever_came, patience_ns)
+        item, before = RingItem(NOBODY, 0, 0, 0, 0, 0, 0), 0
+        if found is not None:
+            number = ring_epoch(int(memory.served[found]), g.depth)
+            slot = number % g.depth
+            at = self._plan.item_slot(found, slot) + self._plan.item.header
+            item = RingItem(found, number, *memory.words(memory.rank, at, len(HEADER_WORDS)).tolist())
+            before = int(memory.replied[found, slot])
+            memory.served[found] = memory.replied[found, slot] = number
+            memory.turn[0] = (found + 1) % g.attention
+            if item.layer >= g.layers or item.rows > g.max_tokens or item.shared_first + item.shared > item.rows:
+                fault = RingFaulted(Fault.MISMATCH, found, g.max_tokens, item.rows, 0, RingWait.ITEM)
+                memory.write_fault(fault, number, item.layer)
+                item = RingItem(NOBODY, 0, 0, 0, 0, 0, 0)
+        header = (item.layer, item.rows, item.pairs, item.shared_first, item.shared)
+        memory.item[:] = (item.attention, item.sequence, before, *header)
+        seen.layer.fill_(item.layer)
+        seen.shared.fill_(item.shared)
+        if seen.index is not None:
+            seen.index.copy_(torch.arange(item.shared_first, item.shared_first + seen.index.numel()))
+        came = item.attention != NOBODY
+        more = (1, came, came and not item.rows, item.rows, item.pairs, item.shared)
+        memory.totals += np.array(more, np.uint64)
+        seen.counted.copy_(torch.from_numpy(memory.totals.astype(np.int64)))
+        if came:
+            self._take(item, staging)
+        else:
+            staging.ids.fill_(-1)
+
+    def _whoever_came(self) -> int | None:
+        memory, g = self._memory, self._geometry
+        for step in range(g.attention):
+            found = (int(memory.turn[0]) + step) % g.attention
+            number = ring_epoch(int(memory.served[found]), g.depth)
+            at = self._plan.item_slot(found, number % g.depth) + self._plan.item.flags
+            if int(memory.words(memory.rank, at, 1)[0]) == number:
+                return found
+        return None
+
+    def _reply_next(self, out: torch.Tensor, beside: torch.Tensor | None) -> None:
+        attention, number, before, *header = self._memory.item.tolist()
+        if attention == NOBODY:
+            return
+        item = RingItem(attention, number, *header)
+        if beside is not None:
+            begin = item.shared_first
+            out[begin : begin + item.shared].add_(beside[: item.shared])
+        self._reply(item, out[: item.rows], before)
 
     # -- both -------------------------------------------------------------------------------------------
 

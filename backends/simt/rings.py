@@ -12,8 +12,8 @@ from halma.backends.simt.sources import COLLECTED, RING_FIELDS, UNITS, Target, s
 from halma.hal.backend import Backend, Stream
 from halma.hal.collectives import control
 from halma.hal.collectives.contract import ErrorRecord
-from halma.hal.collectives.ring_contract import RingItem, RingSite, RingStaging
-from halma.hal.collectives.ring_plan import FLAGS, ITEMSIZES, SPLITS, StateWords
+from halma.hal.collectives.ring_contract import RingItem, RingNext, RingSite, RingStaging
+from halma.hal.collectives.ring_plan import FLAGS, ITEMSIZES, SPLITS, ServingWords, StateWords
 from halma.hal.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -108,6 +108,22 @@ class SimtRings:
         arguments = (item.attention, item.sequence, item.layer, item.rows, out.data_ptr(), before)
         self._queue("ring_reply", FLAGS, THREADS, arguments, stream)
 
+    def take_next(self, staging: RingStaging, seen: RingNext, patience_ns: int, stream: Stream) -> None:
+        """See the contract."""
+        index = (0, 0) if seen.index is None else (seen.index.data_ptr(), seen.index.numel())
+        told = seen.layer.data_ptr(), seen.shared.data_ptr(), *index, seen.counted.data_ptr(), patience_ns
+        self._queue("ring_next", 1, THREADS, told, stream)
+        places = staging.rows.data_ptr(), staging.ids.data_ptr(), staging.weights.data_ptr()
+        self._queue("ring_take_next", FLAGS, THREADS, places, stream)
+
+    def reply_next(self, out: torch.Tensor, beside: torch.Tensor | None, stream: Stream) -> None:
+        """See the contract. Tensors start at a multiple of 16 bytes."""
+        _aligned(out)
+        if beside is not None:
+            _aligned(beside)
+        given = out.data_ptr(), 0 if beside is None else beside.data_ptr()
+        self._queue("ring_reply_next", FLAGS, THREADS, given, stream)
+
     def _queue(self, name: str, grid: int, block: int, arguments: tuple[int, ...], stream: Stream) -> None:
         self._launch(self._kernels[name], grid, block, (self._at, *arguments), stream=stream, dependent=self._dependent)
 
@@ -132,7 +148,7 @@ class SimtRings:
         import torch
 
         site, plan = self.site, self.site.plan
-        g, state = plan.geometry, StateWords.of(plan.geometry)
+        g, state, serving = plan.geometry, StateWords.of(plan.geometry), ServingWords.of(plan.geometry)
         values = {
             "rank": site.rank,
             "attention": g.attention,
@@ -152,8 +168,11 @@ class SimtRings:
             "reply_rows": plan.reply.rows,
             **{
                 name: plan.state + getattr(state, name)
-                for name in ("sent", "collected", "filled", "taken", "rows", "tokens", "place")
+                for name in ("sent", "collected", "filled", "taken", "header", "tokens", "place")
             },
+            "item_header": plan.item.header,
+            "layers": g.layers,
+            **{name: plan.state + getattr(serving, name) for name in ("served", "replied", "turn", "item", "totals")},
         }
         words = [values[name] for name in RING_FIELDS]
         words += [peer.address for peer in site.peers]

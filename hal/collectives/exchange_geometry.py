@@ -7,7 +7,6 @@ Offsets depend on capacity alone, never on a message's size (A4): token t of ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Final
@@ -16,6 +15,7 @@ from halma.hal.arena.channels import SENTINEL_FILL, finished, head
 from halma.hal.arena.layout import ChannelLayout
 from halma.hal.arena.sizes import LARGEST_ADDRESSABLE, MIB, Cursor, up
 from halma.hal.collectives.arithmetic import FP8_GROUP
+from halma.hal.collectives.common_terms import split_experts
 from halma.hal.collectives.exchange_limits import MOST_CHOICES, MOST_EXPERTS, PARTS, SORTERS
 from halma.hal.collectives.expert_rows import slot_capacity
 from halma.hal.errors import CollectiveError
@@ -92,8 +92,7 @@ class Geometry:
         max_tokens: most tokens that a rank sends in one call.
         hidden: elements of a row.
         top_k: choices of a token.
-        experts: of all ranks together; rank r has a run of them (:meth:`first`), the first ``experts % ranks`` ranks
-            one more than the others.
+        experts: of all ranks together; rank r has a run of them (:meth:`first`), as :func:`split_experts` splits them.
         payload: how rows travel: a key of :data:`PAYLOADS`. fp8 is e4m3fn with a power-of-two scale per 128 columns.
         alignment: of the first slot of an expert.
 
@@ -148,12 +147,15 @@ class Geometry:
 
     def first(self, rank: int) -> int:
         """The first expert of a rank; of ``ranks`` the number of experts."""
-        share, rest = divmod(self.experts, self.ranks)
-        return rank * share + min(rank, rest)
+        return self._bounds[rank]
 
     def local(self, rank: int) -> int:
         """How many experts a rank has."""
         return self.first(rank + 1) - self.first(rank)
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return split_experts(self.experts, self.ranks)
 
     # -- dtypes and bytes ---------------------------------------------------------------------------
 
@@ -238,26 +240,4 @@ class Geometry:
                 asked=self.describe(),
                 found=f"{needed:,} bytes needed on each rank, {limit:,} allowed",
                 do=f"limit={needed}, fewer max_tokens, or payload fp8",
-            )
-
-
-def refuse_difference(geometries: Sequence[Geometry], names: Sequence[str]) -> None:
-    """Refuse geometries, one a rank, that are not all equal.
-
-    Raises:
-        CollectiveError: every field that differs, by name, with the first rank that differs from rank 0.
-    """
-    for rank, other in enumerate(geometries):
-        pairs = zip(geometries[0].named(), other.named(), strict=True)
-        wrong = [
-            f"{name}: {one} on rank 0 ({names[0]}), {two} on rank {rank} ({names[rank]})"
-            for (name, one), (_, two) in pairs
-            if one != two
-        ]
-        if wrong:
-            raise CollectiveError(
-                "ranks open exchanges of different geometry",
-                asked=f"one exchange of {len(geometries)} ranks",
-                found=wrong,
-                do="give every rank the same arguments; nothing was allocated or sent",
             )

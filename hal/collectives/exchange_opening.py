@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from halma.hal.collectives.common_terms import refuse_other_terms
 from halma.hal.collectives.exchange_contract import GivesExchange
-from halma.hal.collectives.exchange_geometry import Geometry, refuse_difference
+from halma.hal.collectives.exchange_geometry import Geometry
 from halma.hal.collectives.exchange_tuning import Key, Tuning, choose_tuning, key_of
 from halma.hal.collectives.group import Group
 from halma.hal.errors import CollectiveError
@@ -55,7 +56,12 @@ def agreed(
                 do="mend that rank's arguments; nothing was allocated or sent",
             )
     assert geometry is not None
-    refuse_difference([answer[1] for answer in answers], group.ranks.names)
+    refuse_other_terms(
+        "ranks open exchanges of different geometry",
+        [dict(one.named()) for one in (answer[1] for answer in answers)],
+        group.ranks.names,
+        do="give every rank the same arguments; nothing was allocated or sent",
+    )
     why = next((f"rank {rank}: {one[2]}" for rank, one in enumerate(answers) if one[2]), "")
     key = key_of(group.hosts, answers[0][3])
     tuning, said = Tuning(2), ""

@@ -1,13 +1,15 @@
 """What the layer and a backend's rings say to each other: items, replies, and the driver of one rank's ends.
 
 Sequence numbers of an attention rank are device state, and advance in the call that uses them, so a captured
-submission and an eager one are the same work. FFN ranks learn an item's number from its header, on the host; what they
-enqueue for it is eager. The payload never comes to a host.
+submission and an eager one are the same work. FFN ranks learn an item's number from its header, on
+the host, and what they enqueue for it is eager; or on the device, and then what serves one item serves all and may be
+captured. The payload never comes to a host.
 
     attention    submit: wait for the slot's credit · header to the host of each FFN rank · payload · flags
                  collect: wait for the flags of all replies · their sum, in order of FFN ranks
     FFN          take: wait for the payload's flags · copy it to the staging
                  reply: wait for the reply slot's credit · rows · flags · the item slot's credit
+         or:     take_next, reply_next: the same for whichever item comes, which the device finds in its slot's header
 
 A reply slot's credit goes back with the next submission: whoever then gets an item finds room for its reply.
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from halma.hal.collectives.contract import ErrorRecord
 from halma.hal.collectives.ring_plan import RingPlan
@@ -78,6 +80,28 @@ class RingStaging:
     weights: torch.Tensor
 
 
+COUNTED: Final = ("looks", "items", "empty", "rows", "pairs", "shared")
+"""What a device counts that takes items by itself: looks for one that ended, with an item or without; then as
+``ServedCounters``."""
+
+
+@dataclass(frozen=True, eq=False)
+class RingNext:
+    """Where a device that takes items by itself puts what it knows of one, at addresses that are the same for all.
+
+    Attributes:
+        layer, shared: int32 [1]: of the item; 0 where there is none.
+        index: int32 [S]: the rows that go to the shared expert, from the item's ``shared_first`` on; None where every
+            row does.
+        counted: int64 [len(COUNTED)], pinned memory as the device reaches it.
+    """
+
+    layer: torch.Tensor
+    shared: torch.Tensor
+    index: torch.Tensor | None
+    counted: torch.Tensor
+
+
 @dataclass(frozen=True)
 class RingSite:
     """Where this rank's ends live, fixed for the rings' life.
@@ -126,6 +150,23 @@ class RingDriver(Protocol):
 
         Args:
             before: number of the item that was replied to last in this slot; 0 for none.
+        """
+        ...
+
+    def take_next(self, staging: RingStaging, seen: RingNext, patience_ns: int, stream: Stream) -> None:
+        """Queue the wait for an item of any attention rank, by turns, and its way to the staging; captured where the
+        stream captures. The item is the device's to find, so a host uses this or :meth:`take`, not both.
+
+        Where none comes within ``patience_ns``, which is no fault, there is an item of no rows that nobody sent.
+        """
+        ...
+
+    def reply_next(self, out: torch.Tensor, beside: torch.Tensor | None, stream: Stream) -> None:
+        """Queue the sending of what the item of the last :meth:`take_next` has in ``out`` [max_tokens, D] of the
+        reply's dtype; captured where the stream captures.
+
+        Args:
+            beside: float [S, D] of the reply's dtype, added to the rows from the item's ``shared_first`` on.
         """
         ...
 

@@ -6,13 +6,14 @@ one-way rings of ``depth`` slots: items go one way, replies the other. A slot li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final
 
 from halma.hal.arena.sizes import LARGEST_ADDRESSABLE, up
 from halma.hal.collectives import control
+from halma.hal.collectives.common_terms import refuse_other_terms
 from halma.hal.collectives.contract import Ranks
 from halma.hal.errors import CollectiveError
 
@@ -23,7 +24,13 @@ HEADER_WORDS: Final = ("layer", "rows", "pairs", "shared_first", "shared")
 """Of an item, in its receiver's host memory. Each is 8 bytes, the value and above it the item's sequence number, so
 that no order among them is needed: the header is there when every word has the number."""
 HEADER_BYTES: Final = 64
+SLOT_WORDS: Final = 8
+"""u32 of an item's slot, behind its flags: the header's values once more, for FFN ranks whose device takes items by
+itself. They are of part 0, so its flag covers them."""
 MAX_DEPTH: Final = 64
+TOTALS: Final = 6
+NOBODY: Final = 0xFFFFFFFF
+"""In place of an attention rank: nobody sent anything."""
 SPLITS: Final = 512
 """Most blocks of the kernel that collects: each reads its own copy of how far it got, and writes those that are its
 own alone."""
@@ -96,22 +103,6 @@ class RingGeometry:
         return min(which * each, rows), min((which + 1) * each, rows)
 
 
-def split_experts(experts: int, ffn: int) -> tuple[int, ...]:
-    """Bounds of as even parts as there are.
-
-    Raises:
-        CollectiveError: there are more ranks than experts.
-    """
-    if ffn > experts:
-        raise CollectiveError(
-            "there are more FFN ranks than experts",
-            asked=f"{ffn} FFN ranks",
-            found=f"the model has {experts} experts a layer",
-            do=f"at most {experts} FFN ranks",
-        )
-    return tuple(which * experts // ffn for which in range(ffn + 1))
-
-
 def require_equal(ranks: Ranks, geometry: RingGeometry) -> None:
     """Whether all ranks have the same geometry; every rank comes (F14).
 
@@ -119,32 +110,20 @@ def require_equal(ranks: Ranks, geometry: RingGeometry) -> None:
         CollectiveError: they do not; names every field that differs, and whose it is.
         RankError: a rank did not come.
     """
-    mine = {name: repr(value) for name, value in geometry.terms().items()}
-    everybody: Sequence[Mapping[str, str]] = ranks.exchange("the geometry of roles", mine)
-    found: list[str] = []
-    for name in _names(everybody):
-        values = [one.get(name, "not said") for one in everybody]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                found.append(f"{name}: rank 0 has {values[0]}, rank {rank} ({ranks.names[rank]}) has {value}")
-                break
-    if found:
-        raise CollectiveError(
-            "attention and FFN ranks were made for different shapes",
-            found=found,
-            do="start every rank with the same model, arithmetic, roles and sizes",
-        )
-
-
-def _names(terms: Iterable[Mapping[str, str]]) -> list[str]:
-    return list(dict.fromkeys(name for one in terms for name in one))
+    refuse_other_terms(
+        "attention and FFN ranks were made for different shapes",
+        ranks.exchange("the geometry of roles", geometry.terms()),
+        ranks.names,
+        do="start every rank with the same model, arithmetic, roles and sizes",
+    )
 
 
 @dataclass(frozen=True)
 class Box:
-    """A slot's parts, as offsets from its start; ``nbytes`` in all."""
+    """A slot's parts, as offsets from its start; ``nbytes`` in all. A reply has no header, ids or weights."""
 
     flags: int
+    header: int
     ids: int
     weights: int
     rows: int
@@ -184,15 +163,15 @@ class RingPlan:
         g = geometry
         row = g.hidden * ITEMSIZES[g.payload]
         choices = g.max_tokens * g.top_k
-        at_ids = up(4 * FLAGS)
+        at_ids = up(4 * (FLAGS + SLOT_WORDS))
         at_weights = at_ids + up(4 * choices)
         at_rows = at_weights + up(ITEMSIZES[g.weights] * choices)
-        item = Box(0, at_ids, at_weights, at_rows, at_rows + up(row * g.max_tokens))
+        item = Box(0, 4 * FLAGS, at_ids, at_weights, at_rows, at_rows + up(row * g.max_tokens))
         back = g.hidden * ITEMSIZES[g.reply]
-        reply = Box(0, 0, 0, up(4 * FLAGS), up(4 * FLAGS) + up(back * g.max_tokens))
+        reply = Box(0, 0, 0, 0, up(4 * FLAGS), up(4 * FLAGS) + up(back * g.max_tokens))
         credits = up(control.CONTROL_BYTES)
         state = credits + up(4 * max(g.attention, g.ffn) * g.depth)
-        slots = state + up(StateWords.of(g).nbytes)
+        slots = state + up(max(StateWords.of(g).nbytes, ServingWords.of(g).nbytes))
         attention = slots + g.ffn * g.depth * reply.nbytes
         ffn = slots + g.attention * g.depth * item.nbytes
         if max(attention, ffn) > LARGEST_ADDRESSABLE:
@@ -224,7 +203,7 @@ class StateWords:
         sent: [ffn]: number of the item that was sent last; one copy a ring, all equal.
         collected: [SPLITS]: number of the item that was collected last, a copy for each block.
         filled, taken: [ffn, depth], [depth]: which item was sent from a slot, and collected from one.
-        rows: [ffn]: rows of the item that is being sent.
+        header: [ffn, SLOT_WORDS]: of the item that is being sent.
         tokens: [ffn, max_tokens]: its rows' places in the step.
         place: [depth, ffn, max_tokens]: which row of the reply is a token's, -1 for none.
     """
@@ -233,7 +212,7 @@ class StateWords:
     collected: int
     filled: int
     taken: int
-    rows: int
+    header: int
     tokens: int
     place: int
     nbytes: int
@@ -242,9 +221,43 @@ class StateWords:
     def of(geometry: RingGeometry) -> StateWords:
         """The words of a geometry."""
         g = geometry
-        sizes = (g.ffn, SPLITS, g.ffn * g.depth, g.depth, g.ffn, g.ffn * g.max_tokens, g.depth * g.ffn * g.max_tokens)
-        places = [0]
-        for words in sizes:
-            places.append(places[-1] + up(4 * words))
-        return StateWords(*places)
+        sizes = (
+            g.ffn, SPLITS, g.ffn * g.depth, g.depth, g.ffn * SLOT_WORDS, g.ffn * g.max_tokens,
+            g.depth * g.ffn * g.max_tokens,
+        )  # fmt: skip
+        return StateWords(*_ends(sizes))
 
+
+@dataclass(frozen=True)
+class ServingWords:
+    """An FFN rank's own words where its device takes items by itself, in the same place. u32, but for ``totals``.
+
+    Attributes:
+        served: [attention]: number of the item that was begun last, by its sender.
+        replied: [attention, depth]: number of the item that was begun last in a slot.
+        turn: the attention rank that is looked at first.
+        item: the item that is being served: sender or ``NOBODY``, number, the number before it in its slot, then the
+            header's values.
+        totals: u64, in the order of :data:`halma.hal.collectives.ring_contract.COUNTED`.
+    """
+
+    served: int
+    replied: int
+    turn: int
+    item: int
+    totals: int
+    nbytes: int
+
+    @staticmethod
+    def of(geometry: RingGeometry) -> ServingWords:
+        """The words of a geometry."""
+        g = geometry
+        return ServingWords(*_ends((g.attention, g.attention * g.depth, 1, 3 + len(HEADER_WORDS), 2 * TOTALS)))
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Where arrays of so many words begin, and where the last one ends."""
+    places = [0]
+    for words in sizes:
+        places.append(places[-1] + up(4 * words))
+    return places

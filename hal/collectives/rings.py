@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING, Any
 from halma.hal.arena.arena import refuse_capturing
 from halma.hal.arena.consensus import together
 from halma.hal.arena.memory import SymmetricMemory
-from halma.hal.collectives.contract import Fault
 from halma.hal.collectives.group import Group, machine
 from halma.hal.collectives.operands import check_bound
 from halma.hal.collectives.ring_board import Board, Peers, open_boards
-from halma.hal.collectives.ring_contract import GivesRings, RingDriver, RingItem, RingSite, RingStaging, RingWait
+from halma.hal.collectives.ring_contract import (
+    COUNTED,
+    GivesRings,
+    RingDriver,
+    RingItem,
+    RingNext,
+    RingSite,
+    RingStaging,
+)
+from halma.hal.collectives.ring_faults import fault_of, titles
 from halma.hal.collectives.ring_plan import RingGeometry, RingPlan, require_equal, ring_epoch
 from halma.hal.collectives.streams import OneStream
 from halma.hal.errors import CollectiveError, RankError
@@ -30,12 +38,6 @@ if TYPE_CHECKING:
     import torch
 
 LOOKS_A_POLL = 16
-WAITS = {
-    RingWait.CREDIT: "room for another item, which it gives when it has taken the one before",
-    RingWait.ITEM: "an item's payload, whose header is there",
-    RingWait.REPLY: "its reply",
-    RingWait.ROOM: "room for another reply, which it gives when it submits the next item",
-}
 
 
 class Rings:
@@ -251,6 +253,47 @@ class Rings:
         self._driver.reply(item, out, slots[slot], self._group.backend.device.current_stream())
         slots[slot] = item.sequence
 
+    def take_next(self, staging: RingStaging, seen: RingNext, patience: float) -> None:
+        """Queue the wait for an item of any attention rank, whichever comes, and its way to ``staging``; may be
+        captured. No host reads its header, so an FFN rank takes all of its items this way, or none.
+
+        Args:
+            patience: seconds after which there is an item of no rows that nobody sent, so that a host can look round.
+
+        Raises:
+            CollectiveError: this is an attention rank, or staging does not fit.
+            RankError: as :meth:`poll`, outside of a capture.
+        """
+        g = self.geometry
+        if self.attends:
+            raise CollectiveError(
+                "an attention rank is sent no items", asked="take_next()", do="submit() and collect()"
+            )
+        self._check("staging.rows", staging.rows, (g.max_tokens, g.hidden), g.payload)
+        self._check("staging.ids", staging.ids, (g.max_tokens, g.top_k), "int64")
+        self._check("staging.weights", staging.weights, (g.max_tokens, g.top_k), g.weights)
+        self._check("seen.counted", seen.counted, (len(COUNTED),), "int64")
+        stream = self._call("take_next()")
+        self._driver.take_next(staging, seen, int(check_bound(patience) * 1e9), stream)
+
+    def reply_next(self, out: torch.Tensor, beside: torch.Tensor | None = None) -> None:
+        """Queue the answer to the item of the last :meth:`take_next`, if it has a sender; may be captured.
+
+        Args:
+            out: [max_tokens, D] of the reply's dtype.
+            beside: float32 or float64 [S, D], the reply's dtype: added to the rows of the shared expert.
+
+        Raises:
+            CollectiveError: they do not fit.
+        """
+        g = self.geometry
+        self._check("out", out, (g.max_tokens, g.hidden), g.reply)
+        if beside is not None:
+            self._check("beside", beside, (beside.shape[0], g.hidden), g.reply)
+            if g.reply not in ("float32", "float64"):
+                raise CollectiveError("rows are added in full precision alone", found=f"replies of {g.reply}")
+        self._driver.reply_next(out, beside, self._call("reply_next()"))
+
     @property
     def all_done(self) -> bool:
         """Whether no attention rank asks anything more."""
@@ -289,16 +332,7 @@ class Rings:
             self._peers.check_left()  # which knows more
             if self._peers.gone(record.peer):
                 raise self._peers.ended(record.peer)
-            titles_ = titles(self.geometry, self._group.ranks.names)
-            what = WAITS.get(RingWait(record.algorithm), "") if record.algorithm else ""
-            waited = f"did not do its part within {record.waited_ns / 1e9:.3f} s"
-            headline = {Fault.OVERRUN: "is ahead", Fault.LEFT: "was interrupted"}.get(record.fault, waited)
-            raise RankError(
-                f"{titles_[record.peer]} {headline}",
-                asked=f"{what}: item {record.call} expected, seen {record.seen} where {record.expected} was to be",
-                found=f"this is {titles_[self._group.rank]}",
-                do="look at that rank's own output first; HALMA_COLLECTIVE_BOUND is how long a wait may take",
-            )
+            raise fault_of(record, titles(self.geometry, self._group.ranks.names), self._group.rank)
         self._peers.check()
 
     def set_bound(self, seconds: float) -> None:
@@ -345,15 +379,6 @@ class Rings:
             raise CollectiveError("the rings are closed", asked=asked, do="close sessions before them")
 
 
-def titles(geometry: RingGeometry, names: Sequence[str]) -> list[str]:
-    """How ranks are called in messages: rank, role, number within the role, and where it runs."""
-    a = geometry.attention
-    return [
-        f"rank {rank} ({f'attention {rank}' if rank < a else f'FFN {rank - a}'}, {name})"
-        for rank, name in enumerate(names)
-    ]
-
-
 def _refuse_group(group: Group, geometry: RingGeometry) -> None:
     if geometry.size != group.size:
         raise CollectiveError(
@@ -374,4 +399,3 @@ def _refuse_group(group: Group, geometry: RingGeometry) -> None:
         raise CollectiveError(
             "these ranks can have no rings between them", found=found, do="roles on one machine, whose memory maps"
         )
-

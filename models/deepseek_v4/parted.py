@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from halma.hal.collectives.ring_plan import split_experts
+from halma.hal.collectives.common_terms import split_experts
 from halma.hal.errors import ModelError
 from halma.hal.graph.forks import fork
 from halma.models.deepseek_v4.config import V4Config

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from halma.hal.backend import Backend
+from halma.hal.collectives.common_terms import split_experts
 from halma.hal.collectives.group import Group
 from halma.hal.collectives.ring_contract import RingStaging
-from halma.hal.collectives.ring_plan import RingGeometry, split_experts
+from halma.hal.collectives.ring_plan import RingGeometry
 from halma.hal.collectives.rings import Rings
+from halma.hal.errors import CaptureError
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.expert_loading import ExpertLayers
 from halma.models.deepseek_v4.ffn.items import ItemBuffers, ItemSizes
 from halma.models.deepseek_v4.ffn.ladder import item_ladder
 from halma.models.deepseek_v4.ffn.options import FfnOptions
 from halma.models.deepseek_v4.ffn.program import FfnProgram
+from halma.models.deepseek_v4.headerless import NextItems, without_headers
+from halma.models.deepseek_v4.role_ranks import ItemsChoice
 from halma.models.deepseek_v4.serving import EagerItems, ExpertServer, staging_of
 
 
@@ -57,7 +61,7 @@ def geometry_of(
         max_tokens,
         config.hidden_size,
         config.num_experts_per_tok,
-        experts or split_experts(config.n_routed_experts, ffn),
+        experts or split_experts(config.n_routed_experts, ffn, "FFN ranks"),
         config.num_hidden_layers + (config.num_mtp if mtp else 0),
         depth,
         payload=_name(carrier),
@@ -99,6 +103,7 @@ class ServingOptions:
         checked: poison the workspace's memory as it is freed.
         routes: op name to route name, from the environment.
         measure: time the ladder before serving; off: replay what the padding gate lets.
+        items: read headers, serve without them by one graph of the worst case, or whichever was measured to cost less.
     """
 
     graph: bool = True
@@ -106,26 +111,37 @@ class ServingOptions:
     checked: bool = False
     routes: Mapping[str, str] | None = None
     measure: bool = True
+    items: ItemsChoice = "headers"
 
 
 def expert_server(
     rings: Rings, held: ExpertLayers, backend: Backend, options: ServingOptions | None = None
-) -> ExpertServer:
+) -> ExpertServer | NextItems:
     """An FFN rank, ready: memory planned, graphs captured. Attention ranks wait for it no longer than a wait's bound,
     so they begin behind it.
 
     Raises:
-        CaptureError: the ladder cannot be captured.
+        CaptureError: the ladder cannot be captured; or one graph for all items was asked for, and cannot be.
     """
     options = options or ServingOptions()
     staging = staging_of(backend, rings.geometry)
+    if not options.graph and options.items == "worst-case":
+        raise CaptureError(
+            "one graph of the worst case needs graphs",
+            asked="--items worst-case",
+            found="FFN ranks run eagerly",
+            do="--items headers; or --graph, and no HALMA_GRAPH=0",
+        )
     if not options.graph:
         items = EagerItems(held, backend, rings.geometry, checked=options.checked, routes=options.routes)
         items.prepare(staging)
         return ExpertServer(rings, items, staging, backend)
     program = ladder_of(rings, held, backend, staging, options)
-    program.prepare(measure=options.measure)
-    return ExpertServer(rings, program, staging, backend, statistics=program.statistics, close=program.close)
+    program.prepare(measure=options.measure and options.items != "worst-case")
+    headerless, why = without_headers(program, options.items)
+    if headerless:
+        return NextItems(rings, program, staging, backend, why)
+    return ExpertServer(rings, program, staging, backend, statistics=program.statistics, close=program.close, why=why)
 
 
 def ladder_of(
@@ -141,11 +157,14 @@ def ladder_of(
     buffers = ItemBuffers(
         backend, sizes, carrier=carrier, acc=acc, rows=staging.rows, ids=staging.ids, weights=staging.weights
     )
+    ladder = item_ladder(g.max_tokens, g.top_k, g.ffn, g.experts[-1])
+    if options.items == "worst-case":
+        ladder = replace(ladder, buckets=ladder.buckets[-1:])
     return FfnProgram(
         held.layers,
         backend,
         buffers,
-        item_ladder(g.max_tokens, g.top_k, g.ffn, g.experts[-1]),
+        ladder,
         FfnOptions(reply, held.config.swiglu_limit, strict=options.strict, checked=options.checked),
     )
 

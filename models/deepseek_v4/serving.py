@@ -150,6 +150,7 @@ class ExpertServer:
         staging: where payloads go, the same for all items.
         statistics: the program's own, for reports.
         close: called once the last item was answered.
+        why: headers are read, for reports.
     """
 
     def __init__(
@@ -161,7 +162,9 @@ class ExpertServer:
         *,
         statistics: Statistics | None = None,
         close: Callable[[], None] | None = None,
+        why: str = "there are no graphs",
     ) -> None:
+        self._why = why
         self.counters = ServedCounters()
         self._rings, self._program, self._staging = rings, program, staging
         self._spin = SPIN_SECONDS.get(backend.device.torch_device.type, SPIN_OTHERS)
@@ -188,7 +191,7 @@ class ExpertServer:
         if self._close is not None:
             self._close()
         more = {} if self._statistics is None else {"program": self._statistics.as_json()}
-        return {**self.counters.as_json(), **more}
+        return {**self.counters.as_json(), **more, "way": {"chosen": "headers", "why": self._why}}
 
     def step(self) -> bool:
         """Answer one item, if there is one."""

@@ -122,6 +122,7 @@ DEVICE void settle_address(u8*& address) { asm volatile("" : "+l"(address)); }
 DEVICE void settle_address(const u8*& address) { asm volatile("" : "+l"(address)); }
 // The words of all lanes of a warp or-ed together.
 DEVICE u32 warp_or(u32 mine) { return __reduce_or_sync(ALL_LANES, mine); }
+DEVICE u32 lowest_bit(u32 word) { return static_cast<u32>(__ffs(static_cast<int>(word))) - 1u; }  // of one that is not 0
 // Ordinary loads that are under way from here on, without a branch that would first wait for something else; where
 // `wanted` is false nothing is read and the value is 0.
 DEVICE u64 load8_now(const void* from, bool wanted) {

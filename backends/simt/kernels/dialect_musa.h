@@ -162,6 +162,12 @@ DEVICE u32 warp_or(u32 mine) {
   for (u32 mask = HALMA_WARP / 2u; mask != 0u; mask /= 2u) mine |= shuffle_xor(mine, mask);
   return mine;
 }
+// Of a word that is not 0, one with few bits: no name for it is public.
+DEVICE u32 lowest_bit(u32 word) {
+  u32 at = 0u;
+  while ((word >> at & 1u) == 0u) ++at;
+  return at;
+}
 // Barriers 1 and 2 of dialect.h as counts in shared memory, by the first lane of each warp: warps go on by themselves,
 // lanes need not. Every thread of the block begins them once, before any other barrier.
 #define HALMA_SOFT_BARRIERS 1

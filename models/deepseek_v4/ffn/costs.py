@@ -55,6 +55,21 @@ class CostTable:
         least = min(found.values(), default=0.0) * EQUAL
         return next((way for way, seconds in found.items() if seconds <= least), None)
 
+    def where_worst_case_is_dearer(self) -> str:
+        """The size at which the largest bucket costs most beside the cheapest way, in words; empty where it never costs
+        more."""
+        found = ""
+        most = 1.0
+        for span in self.spans.values():
+            for rows in (span.low, span.high):
+                chosen, worst = self.choose(span.high, rows), span.at("worst case", rows)
+                least = None if chosen is None else span.at(chosen, rows)
+                if chosen in (None, "worst case") or worst is None or not least or worst / least <= most:
+                    continue
+                most = worst / least
+                found = f"{rows} routed rows cost {least * 1e6:.1f} us by {chosen}, {worst * 1e6:.1f} in the worst case"
+        return found or ("" if self.worst_case_pays else "not every size was measured")
+
     @property
     def worst_case_pays(self) -> bool:
         """Whether the largest bucket costs no more than any other way at every size: no header need be read."""

@@ -241,6 +241,8 @@ class ItemInputs(InputSet):
         self.fresh = False
 
 
-def descriptor_of(rows: int, shared: int, layer: int | None = None) -> Descriptor:
-    """What a graph of items with ``rows`` rows is captured for; with ``layer``: of this layer alone."""
-    return Descriptor("ffn", rows, variant=f"{shared} shared" + ("" if layer is None else f", layer {layer}"))
+def descriptor_of(rows: int, shared: int, layer: int | None = None, *, whoever: bool = False) -> Descriptor:
+    """What a graph of items with ``rows`` rows is captured for; with ``layer``: of this layer alone; with ``whoever``:
+    of items that the graph takes and answers by itself."""
+    of = "" if layer is None else f", layer {layer}"
+    return Descriptor("ffn", rows, variant=f"{shared} shared{of}{', whoever sends it' if whoever else ''}")

@@ -165,7 +165,7 @@ class FfnProgram:
                 for layer in layers
             }
             for wanted in made.values():
-                self.session.capture_all(wanted, self._captured, order, progress)
+                self.session.capture_all(wanted, self.body_of, order, progress)
             if measure:
                 self.measure_costs()
 
@@ -215,7 +215,8 @@ class FfnProgram:
             known = self._inputs[descriptor] = ItemInputs(self.buffers, descriptor.num_requests, shared)
         return known
 
-    def _captured(self, descriptor: Descriptor) -> Callable[[], Found]:
+    def body_of(self, descriptor: Descriptor) -> Callable[[], Found]:
+        """What a graph of ``descriptor`` works: from :attr:`buffers` to what :meth:`run` makes of it."""
         rows, words = descriptor.num_requests, descriptor.variant.split()
         shared = int(words[0])
         experts = self._all
@@ -345,7 +346,7 @@ class FfnProgram:
         program = self._eager(item.rows, item.shared, item.layer)
         if bucket is not None:
             shape = self.descriptor(bucket, item.layer)
-            program = self._captured(shape)
+            program = self.body_of(shape)
         self.buffers.set(item, shape.num_requests)
         self._eager_inputs.fresh = True
         with torch.no_grad():

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -192,7 +192,7 @@ class Team:
         import halma
 
         def made() -> Group:
-            return halma.collectives(world=_world(backend, self, tp), backend=backend)
+            return halma.collectives(world=_group_of(backend, self, tp), backend=backend)
 
         group = self.together("the group", made)
         with contextlib.ExitStack() as held:
@@ -254,17 +254,24 @@ def assembled(tp: int, command: str, asked: str = "") -> Iterator[Team]:
     distributed.destroy_process_group()
 
 
-def _world(backend: Backend, team: Team, tp: int) -> Any:
-    """The ``tp`` ranks that this one is among, with the vendor's collectives for what no channel does."""
+def _group_of(backend: Backend, team: Team, tp: int) -> Any:
+    """The ``tp`` ranks that this one is among."""
+    if tp == team.size:
+        return world_of(backend)
+    # Every rank makes every group, in the same order: torch asks for it.
+    made = [world_of(backend, range(first, first + tp)) for first in range(0, team.size, tp)]
+    return made[team.rank // tp]
+
+
+def world_of(backend: Backend, ranks: Sequence[int] | None = None) -> Any:
+    """All ranks, or those of ``ranks``, with the vendor's collectives for what no channel does. Every process calls it,
+    members or not."""
     import torch.distributed as distributed
 
-    kind = backend.device.torch_device.type
-    if kind == "cpu" and tp == team.size:
-        return distributed.group.WORLD
-    named = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend.collectives.torch_backend}"
-    # Every rank makes every group, in the same order: torch asks for it.
-    made = [distributed.new_group(list(range(n, n + tp)), backend=named) for n in range(0, team.size, tp)]
-    return made[team.rank // tp]
+    kind, members = backend.device.torch_device.type, None if ranks is None else list(ranks)
+    if kind != "cpu":
+        return distributed.new_group(members, backend=f"cpu:gloo,{kind}:{backend.collectives.torch_backend}")
+    return distributed.group.WORLD if members is None else distributed.new_group(members, backend="gloo")
 
 
 def _meeting(place: Place, seconds: float) -> Any:

@@ -46,6 +46,20 @@ def test_torchrun_gives_the_texts_of_one_process_and_says_who_did_what(halma: Ha
     assert ffn["memory_bytes"]["weights"] + found["memory_bytes"]["weights"] == whole, "each weight is on one of them"
 
 
+@pytest.mark.nightly
+def test_groups_of_attention_ranks_give_the_texts_of_one_process(halma: Halma):
+    prompts = ["The President", "We the People", "Congress shall make"]
+    asked = [word for prompt in prompts for word in ("--prompt", prompt)] + ["--max-tokens", "8", "--json"]
+    roles = ("--attention-ranks", "4", "--ffn-ranks", "2", "--tp", "2")
+    found = forked("ffn", [(*roles, *asked)] * 6)
+    assert [code for code, _, _ in found] == [0] * 6, found
+    report = json.loads(found[0][1])
+    expected = json.loads(halma("generate", "--backend", "cpu", *asked).out)
+    assert [one["token_ids"] for one in report["generations"]] == [one["token_ids"] for one in expected["generations"]]
+    assert [one["requests"] for one in report["attention_ranks"]] == [2, 2, 1, 1] and report["tp"] == 2
+    assert [one["experts"] for one in report["ffn_ranks"]] == [[0, 8], [8, 16]]
+
+
 # -- refused ----------------------------------------------------------------------------------------------
 
 
@@ -54,11 +68,17 @@ def test_torchrun_gives_the_texts_of_one_process_and_says_who_did_what(halma: Ha
     [
         (("--attention-ranks", "0", "--ffn-ranks", "1"), ("--attention-ranks takes a number from 1 on",)),
         (("--attention-ranks", "1", "--ffn-ranks", "-1"), ("--ffn-ranks takes a number from 1 on",)),
-        ((*ROLES, "--tp", "2"), ("a role's ranks do not share their part yet", "--tp 2 beside")),
+        (
+            (*ROLES, "--tp", "3"),
+            ("attention ranks make no whole groups", "2 attention ranks in groups of --tp 3", "--tp 1, 2"),
+        ),
+        ((*ROLES, "--tp", "0"), ("--tp takes a number from 1 on",)),
+        ((*ROLES, "--tp", "2"), ("3 ranks are 3 processes", "--ffn-ranks 1 --tp 2", "not set: RANK")),
+        ((*ROLES, "--items", "post"), ("in no such way", "--items post", "one of headers, worst-case, auto")),
         ((*ROLES, "--mtp", "9"), ("--mtp takes a number of drafts",)),
         (ROLES, ("3 ranks are 3 processes", "--attention-ranks 2 --ffn-ranks 1", "not set: RANK")),
     ],
-    ids=["no attention", "no ffn", "tp", "drafts", "alone"],
+    ids=["no attention", "no ffn", "tp", "no tp", "groups", "items", "drafts", "alone"],
 )
 def test_options_that_mean_nothing_are_refused(monkeypatch, halma: Halma, options, words):
     for name in LAUNCHER:
@@ -103,6 +123,18 @@ def test_roles_that_cannot_be_are_refused_once_by_all(tmp_path: Path, options: t
     assert [bool(told) for _, _, told in found] == [True, False, False]
     for word in words:
         assert word in found[0][2], found[0][2]
+
+
+@pytest.mark.nightly
+def test_items_without_headers_and_graphs_are_refused_once():
+    roles = ("--attention-ranks", "1", "--ffn-ranks", "1", "--prompt", "The", "--max-tokens", "4", "--json")
+    found = forked("ffn", [(*roles, "--items", "worst-case", "--no-graph")] * 2)
+    assert [(code, out) for code, out, _ in found] == [(2, "")] * 2
+    assert not found[0][2] and "one graph of the worst case needs graphs" in found[1][2]
+    done = forked("ffn", [(*roles, "--items", "worst-case")] * 2)
+    assert [code for code, _, _ in done] == [0, 0], done
+    (served,) = [one["served"] for one in json.loads(done[0][1])["ffn_ranks"]]
+    assert served["way"] == {"chosen": "worst-case", "why": "asked for"} and 0 < served["items"] <= served["looks"]
 
 
 @pytest.mark.invariant("F16")

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exchange_tuning import Search, row_of
-from halma.hal.collectives.exchange_geometry import Geometry, refuse_difference
+from halma.hal.collectives.common_terms import refuse_other_terms, split_experts
+from halma.hal.collectives.exchange_geometry import Geometry
 from halma.hal.collectives.exchange_sizes import Sizes
 from halma.hal.collectives.exchange_tuning import (
     FALLBACK,
@@ -98,15 +99,27 @@ def test_memory_has_a_limit_that_is_said() -> None:
 def test_every_field_that_differs_is_named() -> None:
     other = replace(V4, hidden=7168, alignment=1)
     with pytest.raises(CollectiveError) as refused:
-        refuse_difference([V4, V4, other], ["a", "b", "c"])
+        compared(V4, V4, other)
     text = str(refused.value)
-    assert "hidden: 4096 on rank 0 (a), 7168 on rank 2 (c)" in text and "alignment: 16 on rank 0" in text
+    assert "hidden: rank 0 (a) has 4096, rank 2 (c) has 7168" in text and "alignment: rank 0 (a) has 16" in text
     assert "top_k" not in text
 
 
 @pytest.mark.invariant("F14", control=True)
 def test_equal_geometries_pass() -> None:
-    refuse_difference([V4, replace(V4)], ["a", "b"])
+    compared(V4, replace(V4))
+
+
+def compared(*geometries: Geometry) -> None:
+    refuse_other_terms("they differ", [dict(one.named()) for one in geometries], "abc", do="make them equal")
+
+
+def test_experts_are_split_by_one_rule() -> None:
+    """Uneven parts: the first ones have one more."""
+    assert split_experts(16, 3) == (0, 6, 11, 16) and split_experts(8, 8) == tuple(range(9))
+    assert [replace(V4, ranks=6, experts=16, top_k=1).first(rank) for rank in range(7)] == list(split_experts(16, 6))
+    with pytest.raises(CollectiveError, match="more FFN ranks than experts"):
+        split_experts(4, 5, "FFN ranks")
 
 
 @pytest.mark.invariant("F11")

@@ -16,7 +16,14 @@ from halma.hal.collectives.ring_contract import RingItem, RingWait
 from halma.hal.collectives.ring_plan import RingGeometry, StateWords
 from halma.hal.errors import CollectiveError
 from tests.cpu.simt.host_kernels import COMPILER, host_backend
-from tests.ring_world import check_items_of_every_size, expected, geometry, item
+from tests.ring_world import (
+    WHOEVER,
+    check_items_of_every_size,
+    check_items_of_whoever_comes,
+    expected,
+    geometry,
+    item,
+)
 
 pytestmark = [
     pytest.mark.evidence("simulated"),
@@ -47,6 +54,46 @@ def worlds(geometry: RingGeometry, backend: Any, bound_ns: int = 60 * SECOND) ->
 )
 def test_rows_go_where_their_experts_are_and_come_back_added_up(backend: Any, dtypes: tuple[str, str]) -> None:
     check_items_of_every_size(worlds(geometry(payload=dtypes[0], reply=dtypes[1]), backend))
+
+
+@pytest.mark.invariant("F15")
+@pytest.mark.invariant("F2", control=True)
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"ffn": 2, "experts": (0, 4, 9), "max_tokens": 40}, ((1, 5), (0, 40), (1, 7))),
+        pytest.param({}, WHOEVER, marks=pytest.mark.nightly),
+        pytest.param({"ffn": 1, "experts": (0, 9), "depth": 4}, WHOEVER, marks=pytest.mark.nightly),
+    ],
+    ids=["short", "three", "one"],
+)
+def test_a_device_takes_whichever_item_comes(backend: Any, changes: dict[str, Any], sizes: Any) -> None:
+    check_items_of_whoever_comes(worlds(geometry(**changes), backend), sizes)
+
+
+def test_a_device_that_is_sent_nothing_says_so_in_time(backend: Any) -> None:
+    world = worlds(geometry(), backend)
+    seen = world.seen()
+    staging = world.serve_next(0, seen, patience_ns=1000)
+    assert bool((staging.ids == -1).all()) and seen.counted.tolist() == [1, 0, 0, 0, 0, 0]
+    assert int(seen.layer) == 0 and world.errors() == [None] * world.g.size
+
+
+@pytest.mark.invariant("F2")
+def test_a_device_refuses_a_header_that_cannot_be(backend: Any) -> None:
+    world = worlds(geometry(), backend)
+    one = item(world.g, 4, seed=1)
+    world.submit(1, 2, one)
+    at = world.plan.item_slot(1, 1) + world.plan.item.header
+    world.regions[2].tensor.numpy()[at : at + 4].view(np.uint32)[0] = 99  # its layer
+    seen = world.seen()
+    staging = world.serve_next(0, seen)
+    record = world.drivers[2].error()
+    assert record is not None and record.fault is Fault.MISMATCH and (record.peer, record.digest) == (1, 99)
+    assert bool((staging.ids == -1).all()) and int(seen.layer) == 0
+    world.submit(0, 2, one)
+    world.serve_next(0, seen)
+    assert seen.counted.tolist()[:2] == [2, 0], "a fault is sticky"
 
 
 def test_the_one_reply_comes_back_as_it_is(backend: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from halma.hal.testing.ranks import Lost, RankPools
 from halma.models.deepseek_v4.engine import Request
+from tests.role_group_processes import play_grouped
 from tests.role_processes import Job, attend, mismatch, play, play_spread, play_until, prompts, too_many
 
 SECONDS = 400.0
@@ -53,6 +54,37 @@ def test_an_attention_rank_that_submits_nothing_for_a_while_goes_on(halma_rank_p
     began = time.monotonic()
     served, _ = halma_rank_pools[2].run(play, [wanted], 1, seconds=SECONDS, each=[((), None, (IDLE,))] * 2)
     assert time.monotonic() - began > IDLE and served.tokens == attend(wanted).tokens
+
+
+@pytest.mark.invariant("F15")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_graph_without_headers_gives_the_tokens_of_one_process(halma_rank_pools: RankPools, ranks: int) -> None:
+    """With three ranks one of two attention ranks has nothing to ask."""
+    need_devices(ranks)
+    wanted = job(halma_rank_pools.backend, arithmetic="exact", ffn_graph=True, items="worst-case")
+    jobs = [wanted, replace(wanted, requests=())][: ranks - 1]
+    served, *_, counters = halma_rank_pools[ranks].run(
+        play, jobs, 1, seconds=SECONDS, each=[((), None, (1.0,))] * ranks
+    )
+    assert served.tokens == attend(wanted).tokens and served.replayed > 0
+    assert counters["way"]["chosen"] == "worst-case" and counters["items"] >= 4 * (served.replayed + served.eager)
+
+
+@pytest.mark.parametrize("ffn", [1, 2])
+def test_attention_ranks_that_share_a_model_give_the_tokens_of_one_process(
+    halma_rank_pools: RankPools, ffn: int
+) -> None:
+    need_devices(2 + ffn)
+    wanted = job(halma_rank_pools.backend, arithmetic="exact", ffn_graph=True)
+    first, second, *served = halma_rank_pools[2 + ffn].run(play_grouped, [wanted], ffn, 2, seconds=SECONDS)
+    assert first.tokens == second.tokens == attend(wanted).tokens and first.replayed > 0
+    assert all(one["items"] >= 4 * (first.replayed + first.eager) for one in served)
+
+
+def need_devices(count: int) -> None:
+    there = torch.accelerator.device_count()
+    if there < count:
+        pytest.skip(f"needs {count} devices, there are {there}")
 
 
 @pytest.mark.parametrize("late", [0, 1])

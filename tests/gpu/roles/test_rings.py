@@ -10,7 +10,7 @@ import torch
 from benchmarks.virtual_rings import VirtualRings
 from halma.hal.collectives.contract import Fault
 from halma.hal.collectives.ring_contract import RingItem, RingWait
-from tests.ring_world import check_items_of_every_size, expected, geometry, item
+from tests.ring_world import check_items_of_every_size, check_items_of_whoever_comes, expected, geometry, item
 
 SECOND = 10**9
 
@@ -25,6 +25,41 @@ def world(gpu: Any, bound_ns: int = 20 * SECOND, **changes: Any) -> VirtualRings
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")])
 def test_items_of_every_size(gpu: Any, dtypes: tuple[str, str]) -> None:
     check_items_of_every_size(world(gpu, payload=dtypes[0], reply=dtypes[1], hidden=4096))
+
+
+@pytest.mark.invariant("C13")
+@pytest.mark.parametrize("changes", [{}, {"ffn": 1, "experts": (0, 9), "depth": 4}, {"payload": "bfloat16"}])
+def test_a_device_takes_whichever_item_comes(gpu: Any, changes: dict[str, Any]) -> None:
+    check_items_of_whoever_comes(world(gpu, hidden=512, **changes))
+
+
+@pytest.mark.invariant("F15")
+def test_one_graph_serves_items_of_every_size_and_sender(gpu: Any) -> None:
+    """Replays are queued ahead of the items, and more of them than there are items."""
+    rings = world(gpu, ffn=1, experts=(0, 9), payload="bfloat16", reply="bfloat16", hidden=512)
+    serving, staging, seen = rings.streams[2], rings.staging(), rings.seen()
+    rings.settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=serving.torch, capture_error_mode="thread_local"):
+        rings.drivers[2].take_next(staging, seen, SECOND // 10, serving)
+        out = (staging.rows.float() * (staging.weights.sum(1, keepdim=True) + 1.0)).to(torch.bfloat16)
+        rings.drivers[2].reply_next(out, None, serving)
+    for turn in range(40):
+        sent = [item(rings.g, 1 + (37 * turn + 101 * rank) % 300, 7 * turn + rank, rings.device) for rank in (0, 1)]
+        outs = [torch.full_like(one[0], float("nan")) for one in sent]
+        rings.settle()
+        with serving:
+            graph.replay()
+            graph.replay()
+        for rank in (turn % 2, 1 - turn % 2):
+            rings.submit(rank, turn % 4, sent[rank])
+            rings.collect(rank, outs[rank])
+        rings.settle()
+        assert all(torch.equal(out, expected(*one)) for out, one in zip(outs, sent, strict=True)), turn
+    with serving:
+        graph.replay()
+    rings.settle()
+    assert seen.counted.tolist()[:3] == [81, 80, 0] and rings.errors() == [None] * 3
 
 
 @pytest.mark.invariant("C13")
