@@ -106,7 +106,7 @@ class Stress:
         self.ranks, self.skew_ns, self.ways = ranks, skew_ns, ways
         self.device = device
         self.rng = random.Random(seed)  # the same draws on every rank
-        unit = sources.source("norm_alone", ranks.size, sources.Target.of(device.name, device.capabilities))
+        unit = sources.source("norm_alone", ranks.size, sources.Target.of(device.kernels, device.capabilities))
         text = KernelSource("stress", KERNELS, unit.headers, unit.defines)
         self.kernels = device.kernels.load(text, ENTRIES)
         where = device.device.torch_device

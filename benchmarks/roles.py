@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     backend = halma.backend("cuda")
-    target = Target.of(backend.name, backend.capabilities)
+    target = Target.of(backend.kernels, backend.capabilities)
     unit = KernelSource("beat", BEAT, headers(), source("ring", 2, target).defines)
     kernels = backend.kernels.load(unit, ("echo", "beat"))
     with torch.no_grad():

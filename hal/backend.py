@@ -298,6 +298,16 @@ class KernelSource:
 class KernelPart(Protocol):
     """Compile a source of the portable dialect, load it, launch its kernels."""
 
+    @property
+    def dialect(self) -> str:
+        """Spelling of the dialect's primitives that the compiler reads (``backends/simt``)."""
+        ...
+
+    @property
+    def clock_khz(self) -> int | None:
+        """Rate of the device's clock; None where it counts nanoseconds itself."""
+        ...
+
     def unsupported(self) -> str | None: ...
     def load(self, source: KernelSource, entries: Sequence[str]) -> Mapping[str, Any]:
         """Compile (or find in the cache on disk) and load: entry point -> kernel, ready to launch (C18).

@@ -13,6 +13,8 @@ from typing import Any, Final
 from halma.hal.errors import SettingError
 
 PREFIX: Final = "HALMA_"
+OF_THE_MACHINE: Final = ("HALMA_MUSA_SIM",)
+"""What says which devices there are, not how to use them: tests that take settings away leave these."""
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -154,6 +156,13 @@ class Settings:
         1 << 30,
         "1GiB",
         "device memory that captures of ffn items leave free, beyond what the exchange of rows needs (KiB, MiB, GiB)",
+    )
+    musa_sim: str | None = _setting(
+        "HALMA_MUSA_SIM",
+        _text,
+        None,
+        "(off)",
+        "cpu or cuda: the backend musa runs over a stand-in for its hardware there, and says simulated everywhere",
     )
 
     @property

@@ -67,6 +67,9 @@ class CpuBackend:
 class NoKernels:
     """There is no kernel compiler here: ops run their references or routes made of ATen and Python."""
 
+    dialect = ""
+    clock_khz = None
+
     def unsupported(self) -> str | None:
         """The reason."""
         return "the cpu backend compiles no kernels: its ops are ATen calls and opaque routes"

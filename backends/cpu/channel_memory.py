@@ -146,12 +146,20 @@ class ChannelMemory:
         self.wait(call, epoch, peer, lambda: self.header_of(peer, epoch) == (call.digest, epoch), None)
 
     def wait(
-        self, call: Call, epoch: int, peer: int, ready: Callable[[], bool], seen: Callable[[], int] | None
+        self,
+        call: Call,
+        epoch: int,
+        peer: int,
+        ready: Callable[[], bool],
+        seen: Callable[[], int] | None,
+        *,
+        is_flag: bool = True,
     ) -> None:
         """Until ``ready()``; bounded by the control block's BOUND. The peer's header is watched meanwhile.
 
         Args:
             seen: the flag that stands where the awaited one should be; None: the header's own.
+            is_flag: False where what is seen is data: as a flag it would be of a later call in half of all epochs.
 
         Raises:
             Faulted: the peer makes another call, is ahead, or does not come within the bound.
@@ -165,8 +173,9 @@ class ChannelMemory:
             polls += 1
             look = napping or polls % POLLS_A_LOOK == 0
             shown = seen() if look and seen is not None else flag  # all of a message's flags are slow to look at
-            if later(shown, epoch):
-                raise Faulted(Fault.OVERRUN, peer, epoch, shown, time.monotonic_ns() - start)
+            ahead = shown if is_flag else flag
+            if later(ahead, epoch):
+                raise Faulted(Fault.OVERRUN, peer, epoch, ahead, time.monotonic_ns() - start)
             if look:
                 waited = time.monotonic_ns() - start
                 if waited > int(self.bound[0]):

@@ -317,7 +317,8 @@ class CpuExchange:
         seen: Callable[[], int],
     ) -> None:
         self._stage = int(stage)
-        self._memory.wait(call, epoch, peer, ready, seen)  # pyright: ignore[reportArgumentType]
+        flag = stage is not Stage.BACK  # which has none: what is seen is data
+        self._memory.wait(call, epoch, peer, ready, seen, is_flag=flag)  # pyright: ignore[reportArgumentType]
 
     # -- staleness, records -------------------------------------------------------------------------
 

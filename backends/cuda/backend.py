@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as distributed
 
 from halma.backends.cuda import driver
-from halma.backends.cuda.collectives import CudaCollectives
-from halma.backends.cuda.device import CudaDevice, CudaState
-from halma.backends.cuda.graphs import CudaGraphs
+from halma.backends.cuda.device import CudaDevice
+from halma.backends.cuda.graphs import CudaRecipe
 from halma.backends.cuda.kernels import DEPENDENT_FROM, CudaKernels
-from halma.backends.cuda.memory import CudaMemory
-from halma.backends.cuda.trials import Trials
+from halma.backends.cuda.memory import DriverMemory
+from halma.backends.cuda.trials import CudaTrials
+from halma.backends.torch_device.collectives import TorchCollectives
+from halma.backends.torch_device.device import ThreadState
+from halma.backends.torch_device.graphs import TorchGraphs
+from halma.backends.torch_device.memory import TorchMemory
 from halma.hal.capabilities import UNKNOWN, Capabilities
 
 
@@ -29,14 +33,14 @@ class CudaBackend:
     def __init__(self, index: int | None = None, *, graph_capture: bool = True) -> None:
         torch.cuda.init()
         number = torch.cuda.current_device() if index is None else index
-        state, missing = CudaState(), driver.why_missing()
+        state, missing = ThreadState(), driver.why_missing()
         reason = missing if graph_capture else "this cuda backend was made without capture (graph_capture=False)"
         self.device = CudaDevice(state, number)
-        self.memory = CudaMemory(number)
-        self.graphs = CudaGraphs(self.device, state, reason)
-        self.kernels = CudaKernels(state, number, missing)
-        self.collectives = CudaCollectives(self)
-        self.trials = Trials(self.device, self.graphs, self.memory)
+        self.memory = TorchMemory(self.device.family, number, DriverMemory(number))
+        self.graphs = TorchGraphs(self.device, state, CudaRecipe(self.device), reason)
+        self.kernels = CudaKernels(self.device, state, missing)
+        self.collectives = TorchCollectives(self, "nccl", _no_nccl)
+        self.trials = CudaTrials(self.device, self.graphs, self.memory)
         self.capabilities = self._capabilities(missing)
 
     def _capabilities(self, missing: str | None) -> Capabilities:
@@ -46,7 +50,7 @@ class CudaBackend:
         return Capabilities(
             graph_capture=graph_capture,
             graph_segments=ask("graph_segments", trials.graph_segments) if graph_capture else False,
-            graph_parameters=graph_capture,  # from the dispatcher; see halma.backends.cuda.watch
+            graph_parameters=graph_capture,  # from the dispatcher; see halma.backends.torch_device.watch
             graph_executable_limit=None,
             graph_reinstantiate=ask("graph_reinstantiate", trials.graph_reinstantiate) if graph_capture else False,
             # The driver grants memory in steps of 2 MiB and reuses what earlier graphs gave back, and other
@@ -67,3 +71,7 @@ class CudaBackend:
             triton_target="cuda",
             collective_backend="nccl" if self.collectives.torch_backend_there() else None,
         )
+
+
+def _no_nccl() -> str | None:
+    return None if distributed.is_nccl_available() else "this torch was built without nccl"

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from halma.backends.cuda import compiler, driver
-from halma.backends.cuda.device import CudaState, own_stream
-from halma.backends.cuda.faults import translated
-from halma.backends.cuda.kernel_cache import KernelCache, cache_directory, key_of
-from halma.backends.cuda.watch import CaptureWatch
+from halma.backends.torch_device.device import ThreadState, TorchDevice
+from halma.backends.torch_device.faults import translated
+from halma.backends.torch_device.kernel_cache import KernelCache, cache_directory, key_of
+from halma.backends.torch_device.launching import note_launch
 from halma.hal.backend import KernelSource, Stream
 from halma.hal.errors import CapabilityError, KernelError
-from halma.hal.graph.current import current_recorder
 
 DEPENDENT_FROM = (9, 0)
 """Compute capability from which a kernel may start before the one before it has ended."""
@@ -42,19 +41,23 @@ class CudaKernels:
     """See :class:`halma.hal.backend.KernelPart`.
 
     Args:
+        device: whose streams launches go to.
         state: what is current on each thread: a launch in a capture is noted.
-        index: the device.
         reason: why there are no kernels, or None.
     """
 
-    def __init__(self, state: CudaState, index: int, reason: str | None) -> None:
+    dialect = "cuda"
+    clock_khz = None
+
+    def __init__(self, device: TorchDevice, state: ThreadState, reason: str | None) -> None:
+        self._own_stream = device.own_stream
         self._state = state
-        self._index = index
+        self._index = index = device.index
         self._reason = reason
         self._capability = torch.cuda.get_device_capability(index)
         self.shared_bytes: int = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
         """Shared memory that a block can have; a kernel's own and a launch's together."""
-        self.cache = KernelCache(cache_directory())
+        self.cache = KernelCache(cache_directory("cuda"))
         self._loaded: dict[str, Any] = {}
         self._configs: dict[tuple[int, int, int, bool], Any] = {}
         self._streams: dict[int, Any] = {}
@@ -132,7 +135,7 @@ class CudaKernels:
         config = self._configs.get((grid, block, shared_bytes, dependent))
         if config is None:
             config = self._config(grid, block, shared_bytes, dependent)
-        handle = own_stream(stream).handle
+        handle = self._own_stream(stream).handle
         queue = self._streams.get(handle)
         if queue is None:
             queue = self._queue(handle)
@@ -149,13 +152,7 @@ class CudaKernels:
                 found=f"{type(error).__name__}: {error}",
             ) from error
         if self._state.segment is not None:
-            self._note(kernel, grid, block, args)
-
-    def _note(self, kernel: CudaKernel, grid: int, block: int, args: Sequence[Any]) -> None:
-        watch = current_recorder()
-        if isinstance(watch, CaptureWatch):
-            values = [(f"argument {index}", getattr(value, "value", value)) for index, value in enumerate(args)]
-            watch.note_launch(kernel.name, [("grid", grid), ("block", block), *values])
+            note_launch(kernel.name, grid, block, args)
 
     def _config(self, grid: int, block: int, shared_bytes: int, dependent: bool) -> Any:
         from cuda.core import LaunchConfig, launch  # pyright: ignore[reportMissingImports]

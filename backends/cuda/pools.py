@@ -1,9 +1,4 @@
-"""Memory that captures on a workspace allocate from where ops make results or temporaries of their own.
-
-One pool a workspace, shared by all its graphs, because they replay one at a time (G22). It lives as long as the
-workspace or any graph captured with it. Giving a pool back frees device memory, so it is never done amid a capture:
-dropped pools and graphs wait in a graveyard until no capture is open.
-"""
+"""The pool of a workspace's captures, over ``torch.cuda.MemPool``."""
 
 from __future__ import annotations
 
@@ -13,11 +8,10 @@ from typing import Any
 
 import torch
 
-from halma.hal.graph.current import open_captures
-from halma.hal.workspace import Workspace
+from halma.backends.torch_device.pools import bury
 
 
-class GraphPool:
+class CudaPool:
     """A pool of torch's caching allocator, private to captures."""
 
     def __init__(self) -> None:
@@ -50,40 +44,3 @@ class GraphPool:
     def nbytes(self) -> int:
         """Bytes of device memory that the pool holds, used or not."""
         return sum(int(segment["total_size"]) for segment in self._pool.snapshot())
-
-
-_graveyard: list[Any] = []
-
-
-def bury(thing: Any) -> None:
-    """Drop ``thing`` later, where no capture is open; calls no driver, so a finaliser may use it anywhere."""
-    _graveyard.append(thing)
-
-
-def clear_graveyard() -> None:
-    """Drop what was buried, unless a capture is open anywhere in the process."""
-    if not open_captures:
-        while _graveyard:
-            _graveyard.pop()
-
-
-_pools: weakref.WeakKeyDictionary[Workspace, GraphPool] = weakref.WeakKeyDictionary()
-
-
-def pool_of(workspace: Workspace) -> GraphPool:
-    """The pool of a workspace, made at first use."""
-    pool = _pools.get(workspace)
-    if pool is None:
-        pool = _pools[workspace] = GraphPool()
-    return pool
-
-
-def forget_pool(workspace: Workspace) -> None:
-    """Let the next capture on ``workspace`` make a pool of its own; graphs that use the old one keep it."""
-    _pools.pop(workspace, None)
-
-
-def pool_bytes(workspace: Workspace) -> int:
-    """Bytes that captures on ``workspace`` have taken beside it."""
-    pool = _pools.get(workspace)
-    return 0 if pool is None else pool.nbytes()

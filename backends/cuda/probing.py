@@ -8,39 +8,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halma.backends.cuda.visible import VARIABLE, Visible, visible_devices
+from halma.backends.torch_device import machine as machines
+from halma.backends.torch_device.machine import CHILD_SECONDS, Asked, Gpu, NoDriver
+from halma.backends.torch_device.visible import Visible, other_variables, visible_devices
 from halma.hal.backend import Probe
 
-CHILD_SECONDS = 20.0
-"""A driver that hangs must not hang us; cuInit of a machine with eight GPUs takes a few seconds."""
+VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
 """One of them is there wherever an NVIDIA driver is loaded; without any, no child is started."""
 
 NEEDED_FOR_KERNELS = ("cuda.core", "cuda.bindings")
-
-
-class NoDriver(Exception):
-    """The driver, or who would tell about it, does not answer; the text is the reason."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One device of the machine, visible or not."""
-
-    name: str
-    uuid: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,9 @@ def probe(environment: Mapping[str, str] = os.environ) -> Probe:
         return Probe(False, str(error))
     except Exception as error:  # a plugin's probe never raises; the reason is shown as it is
         return Probe(False, f"looking for NVIDIA GPUs failed with {type(error).__name__}: {error}")
-    return verdict(machine, torch_cuda, environment.get(VARIABLE), missing_packages())
+    found = verdict(machine, torch_cuda, environment.get(VARIABLE), missing_packages())
+    ignored = other_variables(VARIABLE, environment)
+    return replace(found, detail={**found.detail, "ignored": f"{ignored}: CUDA reads {VARIABLE}"}) if ignored else found
 
 
 def verdict(machine: Machine, torch_cuda: str, visible: str | None, missing: Sequence[str]) -> Probe:
@@ -78,7 +65,7 @@ def verdict(machine: Machine, torch_cuda: str, visible: str | None, missing: Seq
     }
     if not machine.gpus:
         return Probe(False, "the NVIDIA driver is loaded and finds no device", detail)
-    chosen = visible_devices(visible, [gpu.uuid for gpu in machine.gpus])
+    chosen = visible_devices(VARIABLE, visible, [gpu.uuid for gpu in machine.gpus])
     if not chosen.positions:
         return Probe(False, f"{chosen.why}; the machine has {len(machine.gpus)}", detail)
     if machine.cuda // 1000 < int(torch_cuda.partition(".")[0]):
@@ -89,7 +76,7 @@ def verdict(machine: Machine, torch_cuda: str, visible: str | None, missing: Seq
             "install a newer driver, or a torch built for an older CUDA",
             detail,
         )
-    detail |= {"devices": _listed(machine, chosen)}
+    detail |= {"devices": machines.listed(machine.gpus, chosen)}
     if missing:
         detail["kernels"] = kernels_missing(missing)
     return Probe(True, _summary(machine, chosen, missing), detail)
@@ -113,16 +100,8 @@ def missing_packages(find: Callable[[str], object | None] | None = None) -> list
     return [name.replace(".", "-") for name in NEEDED_FOR_KERNELS if (find or there)(name) is None]
 
 
-def _listed(machine: Machine, chosen: Visible) -> str:
-    gpus = [machine.gpus[position] for position in chosen.positions]
-    return "; ".join(f"{gpu.name}, {gpu.nbytes / 2**30:.0f} GiB" for gpu in gpus)
-
-
 def _summary(machine: Machine, chosen: Visible, missing: Sequence[str]) -> str:
-    count = len(chosen.positions)
-    text = f"{count} device{'s' if count > 1 else ''}: {machine.gpus[chosen.positions[0]].name}"
-    if chosen.why:
-        text += f" ({chosen.why}; the machine has {len(machine.gpus)})"
+    text = machines.summary(machine.gpus, chosen)
     return text + ("; no kernels and no graphs: " + " and ".join(missing) + " not installed" if missing else "")
 
 
@@ -229,23 +208,8 @@ def ask_child(
     Raises:
         NoDriver: no driver is loaded, it fails, or it does not answer in time.
     """
-    if not any(os.path.exists(path) for path in driver_files):
-        raise NoDriver(f"no NVIDIA driver: none of {', '.join(driver_files)} exists")
-    hidden = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    told = machines.ask_child(Asked("NVIDIA", source, NO_DEVICE, VARIABLE), seconds=seconds, driver_files=driver_files)
     try:
-        run = subprocess.run(
-            [sys.executable, "-c", source], capture_output=True, text=True, timeout=seconds, env=hidden, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise NoDriver(f"the NVIDIA driver did not answer a child process within {seconds:g} s") from None
-    if run.returncode:
-        said = (run.stderr.strip().splitlines() or [f"exit status {run.returncode}"])[-1]
-        if said == NO_DEVICE:
-            return Machine((), 0, "unknown", "a child process")
-        raise NoDriver(f"no usable NVIDIA driver: a child process that asked it ended with: {said}")
-    try:
-        told = json.loads(run.stdout)
-        gpus = tuple(Gpu(str(name), str(uuid), int(size)) for name, uuid, size in told["gpus"])
-        return Machine(gpus, int(told["cuda"]), "unknown", "a child process")
+        return Machine(told["gpus"], int(told["cuda"]) if told["gpus"] else 0, "unknown", "a child process")
     except (ValueError, KeyError, TypeError) as error:
-        raise NoDriver(f"a child process that asked the driver answered {run.stdout[:80]!r}") from error
+        raise NoDriver(f"a child process that asked the driver answered {told!r}") from error

@@ -76,7 +76,7 @@ class SimtChannel:
     Args:
         site: where it lives. Its memory must be as the arena leaves it: zero, lanes prefilled.
         backend: whose parts are used: kernels (all of the channel's are loaded here, C18), and a stream of the
-            device's, on which the bound is set while the channel's own hangs. Its name is the dialect's.
+            device's, on which the bound is set while the channel's own hangs.
         resident_threads: how many threads the arena's channels share (C16); by default all that the device holds.
         clock_khz: rate of the device's clock, where it does not count nanoseconds itself.
         without: parts of the protocol left out of the kernels, to measure what they cost.
@@ -96,7 +96,7 @@ class SimtChannel:
         without: tuple[str, ...] = (),
     ) -> None:
         self.site = site
-        self.target = target = Target.of(backend.name, backend.capabilities, clock_khz)
+        self.target = target = Target.of(backend.kernels, backend.capabilities, clock_khz)
         self.resident_threads = (resident_threads or room(backend.capabilities)) // site.channels
         self._launch = backend.kernels.launch
         self._dependent = site.dependent and target.dependent_launch

@@ -51,7 +51,7 @@ class SimtExchange:
 
     Args:
         site: where it lives; memory as the exchange leaves it: zero, and ``back`` all ones.
-        backend: whose kernels and streams are used; its name is the dialect's.
+        backend: whose kernels and streams are used.
         clock_khz: rate of the device's clock, where it does not count nanoseconds itself.
 
     Raises:
@@ -63,7 +63,7 @@ class SimtExchange:
         channel, geometry = site.channel, site.geometry
         self._site, self._geometry, self._places = site, geometry, geometry.places
         self._launch = backend.kernels.launch
-        target = Target.of(backend.name, backend.capabilities, clock_khz)
+        target = Target.of(backend.kernels, backend.capabilities, clock_khz)
         self._warp = target.warp_width
         self._dependent = channel.dependent and target.dependent_launch
         self._kernels: dict[str, Any] = {}

@@ -141,13 +141,13 @@ class ExpertKernels:
     """The loaded kernels of one backend and their launches.
 
     Args:
-        backend: whose device and kernel loader they are; its dialect has its name.
+        backend: whose device and kernel loader they are.
     """
 
     def __init__(self, backend: Backend) -> None:
         part: Any = backend.kernels
         self._device, self._part = backend.device, part
-        self._target = Target.of(backend.name, backend.capabilities)
+        self._target = Target.of(backend.kernels, backend.capabilities)
         self._shared: int = part.shared_bytes
         self._processors = int(backend.device.properties()["multiprocessors"])
         self._rows = part.load(expert_sources.rows_source(self._target), expert_sources.ROW_ENTRIES)

@@ -40,7 +40,7 @@ class SimtRings:
 
     Args:
         site: where it lives. Its memory must be zero.
-        backend: whose kernels are used; all of the rings' are loaded here (C18). Its name is the dialect's.
+        backend: whose kernels are used; all of the rings' are loaded here (C18).
         map_host: makes host memory of another process reachable for kernels.
         clock_khz: rate of the device's clock, where it does not count nanoseconds itself.
 
@@ -61,7 +61,7 @@ class SimtRings:
         g = site.plan.geometry
         _refuse_geometry(site)
         self.site = site
-        target = Target.of(backend.name, backend.capabilities, clock_khz)
+        target = Target.of(backend.kernels, backend.capabilities, clock_khz)
         self._dependent = target.dependent_launch
         self._launch = backend.kernels.launch
         self._kernels = dict(backend.kernels.load(source("ring", 2, target), UNITS["ring"].entries))

@@ -10,7 +10,7 @@ from typing import Final
 
 from halma.backends.simt import memory_order
 from halma.hal.arena.layout import HEADER_BYTES
-from halma.hal.backend import KernelSource
+from halma.hal.backend import KernelPart, KernelSource
 from halma.hal.capabilities import Capabilities, Unknown
 from halma.hal.collectives import control, exchange_limits, mixing, ring_plan
 from halma.hal.collectives.contract import FLIGHT_BYTES, WORLD_SIZES
@@ -207,19 +207,19 @@ class Target:
     clock_khz: int | None = None
 
     @staticmethod
-    def of(dialect: str, capabilities: Capabilities, clock_khz: int | None = None) -> Target:
-        """Unknown counts as off (B8); a warp's width must be known.
+    def of(kernels: KernelPart, capabilities: Capabilities, clock_khz: int | None = None) -> Target:
+        """Unknown counts as off (B8); a warp's width must be known. ``clock_khz``: instead of the kernel part's.
 
         Raises:
             CapabilityError: it is not.
         """
         atomicity = capabilities.remote_store_atomicity
         return Target(
-            dialect,
+            kernels.dialect,
             int(capabilities.need("warp_width", for_="the collective kernels")),
             capabilities.dependent_launch is True,
             0 if isinstance(atomicity, Unknown) else atomicity,
-            clock_khz,
+            kernels.clock_khz if clock_khz is None else clock_khz,
         )
 
 

@@ -199,7 +199,9 @@ def _ended(process: Any, end: float) -> bool:
 def _serve(pipe: connection.Connection, rank: int, size: int, port: int, backend: str) -> None:
     """A rank: calls what comes through ``pipe`` until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in [name for name in os.environ if name.startswith("HALMA_")]:
+    from halma.hal.settings import OF_THE_MACHINE, PREFIX
+
+    for name in [name for name in os.environ if name.startswith(PREFIX) and name not in OF_THE_MACHINE]:
         del os.environ[name]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -229,4 +231,5 @@ def _choose_device(backend: str, rank: int) -> None:
     if default_registry().spec(backend).accelerator:
         import torch
 
-        torch.accelerator.set_device_index(rank % max(torch.accelerator.device_count(), 1))
+        if torch.accelerator.is_available():  # else its device comes with its plugin, and has one number
+            torch.accelerator.set_device_index(rank % max(torch.accelerator.device_count(), 1))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from halma.backends.cuda.kernel_cache import KernelCache
+from halma.backends.torch_device.kernel_cache import KernelCache
 from halma.hal.backend import Backend, KernelSource
 from halma.hal.errors import KernelError
 from halma.hal.graph.baked import baked_values

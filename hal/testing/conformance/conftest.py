@@ -15,6 +15,7 @@ import torch
 from halma.hal.backend import Backend
 from halma.hal.graph.breakable import counters
 from halma.hal.graph.current import current_recorder, current_scope, open_captures, open_scopes
+from halma.hal.settings import OF_THE_MACHINE, PREFIX
 from halma.hal.testing.conformance.capturing import Make
 from halma.hal.testing.conformance.toys import Toy, needs_capture
 from halma.hal.testing.ranks import RankPools
@@ -30,7 +31,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(autouse=True)
 def no_gradients_and_nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test that leaves a capture open would blame the next one."""
-    for name in [name for name in os.environ if name.startswith("HALMA_")]:
+    for name in [name for name in os.environ if name.startswith(PREFIX) and name not in OF_THE_MACHINE]:
         monkeypatch.delenv(name)
     random.seed(0)
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]

@@ -162,14 +162,16 @@ class Team:
                 import torch
 
                 there = torch.accelerator.device_count()
-                if self.local >= there:
+                stand_in = status.spec.simulated and not there  # its devices come with its plugin
+                if self.local >= there and not stand_in:
                     raise RequestError(
                         "there are fewer devices than ranks",
                         asked=f"a device for local rank {self.local}, of {self.size} ranks",
                         found=f"{there} devices are visible",
                         do=f"at most {there} ranks on this machine",
                     )
-                torch.accelerator.set_device_index(self.local)
+                if not stand_in:
+                    torch.accelerator.set_device_index(self.local)
         return halma.backend(name)
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halma.backends.cuda.driver import DriverError
-from halma.backends.cuda.faults import CODES, code_of, translated
+from halma.backends.torch_device.faults import CODES, code_of, translated
 from halma.hal.errors import CaptureError, HostReadError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from halma.backends.cuda.kernel_cache import KernelCache, cache_directory, key_of
+from halma.backends.torch_device.kernel_cache import KernelCache, cache_directory, key_of
 from halma.hal.backend import KernelSource
 
 SOURCE = KernelSource("ring/one shot", "text", {"dialect.h": "a"}, {"N": "4"})
@@ -76,7 +76,7 @@ def test_many_writers_of_one_entry_leave_a_whole_one(tmp_path: Path) -> None:
 
 
 def test_where_the_folder_is() -> None:
-    assert cache_directory({"XDG_CACHE_HOME": "/x"}) == Path("/x/halma/cuda")
-    assert cache_directory({"XDG_CACHE_HOME": "", "HOME": "/h"}) == Path("/h/.cache/halma/cuda")
-    assert cache_directory({"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/halma/cuda")
-    assert os.path.isabs(cache_directory({}))
+    assert cache_directory("cuda", {"XDG_CACHE_HOME": "/x"}) == Path("/x/halma/cuda")
+    assert cache_directory("cuda", {"XDG_CACHE_HOME": "", "HOME": "/h"}) == Path("/h/.cache/halma/cuda")
+    assert cache_directory("cuda", {"XDG_CACHE_HOME": "relative", "HOME": "/h"}) == Path("/h/.cache/halma/cuda")
+    assert os.path.isabs(cache_directory("cuda", {}))

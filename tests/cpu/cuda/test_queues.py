@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
 
-from halma.backends.cuda.queues import POOLED, Lending, pooled_queue
+from halma.backends.torch_device.queues import POOLED, Lending, pooled_queue
 from halma.hal.errors import CapabilityError
 
 
@@ -34,28 +34,28 @@ def test_live_owners_never_share_and_what_is_free_is_lent_again() -> None:
     assert set(again) == freed and lending.take() == 100
 
 
-def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's streams, as it hands them out."""
+def in_turn() -> Any:
+    """A family whose module hands out streams as torch does."""
     numbers = count()
     made = lambda index: SimpleNamespace(stream_id=next(numbers) % POOLED)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "Stream", made)
+    return SimpleNamespace(module=SimpleNamespace(Stream=made), more_queues="install more")
 
 
 @pytest.mark.invariant("C4")
-def test_of_torchs_streams_those_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_turn(monkeypatch)
+def test_of_torchs_streams_those_in_use_are_passed_over() -> None:
+    family = in_turn()
     live: set[int] = set()
     for _ in range(POOLED):
-        live.add(pooled_queue(0, live.__contains__).stream_id)
+        live.add(pooled_queue(family, 0, live.__contains__).stream_id)
     assert len(live) == POOLED
     with pytest.raises(CapabilityError, match="all of them are in use"):
-        pooled_queue(0, live.__contains__)
+        pooled_queue(family, 0, live.__contains__)
     live.discard(7)
-    assert pooled_queue(0, live.__contains__).stream_id == 7
+    assert pooled_queue(family, 0, live.__contains__).stream_id == 7
 
 
 @pytest.mark.invariant("C4", control=True)
-def test_without_looking_they_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_turn(monkeypatch)
-    found = [pooled_queue(0, lambda number: False).stream_id for _ in range(POOLED + 1)]
+def test_without_looking_they_repeat() -> None:
+    family = in_turn()
+    found = [pooled_queue(family, 0, lambda number: False).stream_id for _ in range(POOLED + 1)]
     assert len(set(found)) == POOLED

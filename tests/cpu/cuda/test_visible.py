@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halma.backends.cuda.visible import visible_devices
+from halma.backends.torch_device.visible import visible_devices
 
 UUIDS = [f"GPU-{index:08x}-1111-2222-3333-44445555666{index}" for index in range(4)]
 
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.torchfree
     ],
 )
 def test_what_the_variable_leaves(value: str, expected: tuple[int, ...], why: str) -> None:
-    found = visible_devices(value, UUIDS)
+    found = visible_devices("CUDA_VISIBLE_DEVICES", value, UUIDS)
     assert found.positions == expected and why in found.why
 
 
 @pytest.mark.invariant("B1", control=True)
 @pytest.mark.parametrize("value", [None, "0,1,2,3"])
 def test_without_the_variable_or_with_all_of_them_nothing_is_hidden(value: str | None) -> None:
-    found = visible_devices(value, UUIDS)
+    found = visible_devices("CUDA_VISIBLE_DEVICES", value, UUIDS)
     assert found.positions == (0, 1, 2, 3) and found.why == ""
 
 
@@ -58,11 +58,11 @@ def test_any_list_is_read_from_the_left_up_to_the_first_entry_that_names_nothing
     entries: list[str], count: int
 ) -> None:
     uuids = UUIDS[:count]
-    found = visible_devices(",".join(entries), uuids).positions
+    found = visible_devices("X", ",".join(entries), uuids).positions
     assert len(set(found)) == len(found) and all(0 <= position < count for position in found)
     for keep in range(len(entries) + 1):  # a prefix of the list sees a prefix of the devices, unless one is twice
-        part = visible_devices(",".join(entries[:keep]), uuids).positions
+        part = visible_devices("X", ",".join(entries[:keep]), uuids).positions
         assert found == () or part == found[: len(part)]
     if found:
-        single = [visible_devices(entry, uuids).positions for entry in entries[: len(found)]]
+        single = [visible_devices("X", entry, uuids).positions for entry in entries[: len(found)]]
         assert [position for one in single for position in one] == list(found)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torchfree
 ROOT = Path(__file__).parents[3]
 DRIVER_VERBS = {"begin", "end", "abandon", "instantiate"}
 SEAM = {"hal/graph/scope.py", "hal/graph/executables.py", "hal/testing/conformance/recording.py"}
-SEAM |= {"backends/cuda/trials.py"}
+SEAM |= {"backends/torch_device/trials.py"}
 """The scope, the two proxies that stand in front of a driver, and a driver's trials of itself, made before anybody
 has it."""
 SCOPES = {"hal/graph/capturing.py", "hal/testing/"}

@@ -43,6 +43,8 @@ class NotedStream:
 
 @dataclass
 class NotedKernels:
+    dialect: str = "cuda"
+    clock_khz: int | None = None
     loaded: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
 

@@ -31,6 +31,8 @@ class HostKernels:
     """See :class:`halma.hal.backend.KernelPart`. A launch returns when it is done; or it is kept until :meth:`run`,
     which has streams run side by side, for kernels of ranks that wait for one another."""
 
+    dialect = TARGET.dialect
+    clock_khz = TARGET.clock_khz
     shared_bytes = 256 << 10
 
     def __init__(self, *, together: bool = False) -> None:

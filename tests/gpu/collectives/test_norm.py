@@ -151,7 +151,7 @@ extern "C" __global__ void convert(u64 from, u64 to, u64 portable, u64 count) {
 
 @pytest.mark.invariant("K3")
 def test_both_conversions_to_e4m3_are_torchs(gpu) -> None:
-    unit = sources.source("norm_alone", 2, sources.Target.of(gpu.name, gpu.capabilities))
+    unit = sources.source("norm_alone", 2, sources.Target.of(gpu.kernels, gpu.capabilities))
     kernel = gpu.kernels.load(KernelSource("convert", CONVERT, unit.headers, unit.defines), ("convert",))["convert"]
     halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     near = torch.arange(0x3A000000, 0x44000000, 0x1FF, dtype=torch.int32).view(torch.float32)

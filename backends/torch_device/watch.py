@@ -17,7 +17,7 @@ import torch
 from halma.backends.cpu.lines import program_line
 from halma.backends.cpu.modes import DispatchMode
 from halma.backends.cpu.op_rules import Kind, Overload, Rule, masks_in, rule_of, tensors_in
-from halma.backends.cuda.faults import translated
+from halma.backends.torch_device.faults import translated
 from halma.hal.backend import GraphNode, PoolUse
 from halma.hal.errors import CaptureError, HostReadError
 from halma.hal.workspace import Workspace
@@ -32,10 +32,17 @@ class CaptureWatch(DispatchMode):
     Args:
         workspace: whose memory is named by offset.
         fail: told of every error, so that a program that catches it cannot hide it (G3).
+        on_device: whether a tensor lies on a device of the family.
     """
 
-    def __init__(self, workspace: Workspace, fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        fail: Callable[[BaseException], None],
+        on_device: Callable[[torch.Tensor], bool],
+    ) -> None:
         super().__init__()
+        self._on_device = on_device
         self.nodes: list[GraphNode] = []
         self.uses: list[PoolUse] = []
         self.random = False
@@ -49,7 +56,7 @@ class CaptureWatch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        func, args = _number_filled(func, args)
+        func, args = self._number_filled(func, args)
         rule = rule_of(func)
         if rule.kind in (Kind.NOW, Kind.CONSTANT):  # views, and values that stay on the host
             return func(*args, **kwargs)
@@ -71,7 +78,7 @@ class CaptureWatch(DispatchMode):
         described = None if self._quiet or rule.kind is Kind.EMPTY else self._described(rule, args, kwargs)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
-            if tensor.is_cuda and tensor.numel() and _storage(tensor) not in given:
+            if self._on_device(tensor) and tensor.numel() and _storage(tensor) not in given:
                 nbytes = tensor.untyped_storage().nbytes()
                 self.uses.append(PoolUse(rule.label, nbytes, program_line()))
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
@@ -79,15 +86,22 @@ class CaptureWatch(DispatchMode):
             self.nodes.append(GraphNode(rule.label, described, program_line(), self._workspace.in_op == 0))
         return result
 
-    @staticmethod
-    def _touches_device(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-        return any(t.is_cuda for value in (*args, *kwargs.values(), result) for t in tensors_in(value))
+    def _touches_device(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+        return any(self._on_device(t) for value in (*args, *kwargs.values(), result) for t in tensors_in(value))
+
+    def _number_filled(self, func: Overload, args: Any) -> tuple[Overload, Any]:
+        """``x[index] = 2.0`` copies a scalar of the host, which no capture allows; as a fill its number is baked in."""
+        if func is not torch.ops.aten.copy_.default:
+            return func, args
+        into, source = args[:2]
+        if self._on_device(into) and source.is_cpu and source.dim() == 0 and not source.is_pinned():
+            return torch.ops.aten.fill_.Scalar, (into, source.item())
+        return func, args
 
     # -- refusals -----------------------------------------------------------------------------------
 
     def _refuse_host_work(self, func: Overload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        on_device = any(t.is_cuda for value in (*args, *kwargs.values()) for t in tensors_in(value))
-        if not on_device:
+        if not any(self._on_device(t) for value in (*args, *kwargs.values()) for t in tensors_in(value)):
             return
         if rule.kind is Kind.REFUSED:
             self._refuse(f"{rule.label} {rule.why}", _KEEP, reads="size" in rule.why or "reads" in rule.why)
@@ -106,13 +120,13 @@ class CaptureWatch(DispatchMode):
     def _refuse_copy(self, func: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if func is torch.ops.aten._to_copy.default:
             to = kwargs.get("device")
-            if args[0].is_cuda and to is not None and torch.device(to).type == "cpu":
+            if self._on_device(args[0]) and to is not None and torch.device(to).type == "cpu":
                 self._refuse("a copy to the host reads the device", _KEEP)
         elif func is torch.ops.aten.copy_.default:
             into, source = args[:2]
-            if into.is_cuda and source.is_cpu and source.numel() and not source.is_pinned():
+            if self._on_device(into) and source.is_cpu and source.numel() and not source.is_pinned():
                 self._refuse("a copy of pageable host memory into the device is not capturable", _PINNED, reads=False)
-            if into.is_cpu and source.is_cuda and not into.is_pinned():
+            if into.is_cpu and self._on_device(source) and not into.is_pinned():
                 self._refuse("a copy to the host reads the device", _KEEP)
 
     def _refuse(self, what: str, do: str, *, reads: bool = True) -> NoReturn:
@@ -172,16 +186,6 @@ class CaptureWatch(DispatchMode):
         """A kernel of this backend was launched into the capture; part of an opaque node it is no node of its own."""
         if not self._quiet:
             self.nodes.append(GraphNode(name, tuple(parameters), program_line(), self._workspace.in_op == 0))
-
-
-def _number_filled(func: Overload, args: Any) -> tuple[Overload, Any]:
-    """``x[index] = 2.0`` copies a scalar of the host, which no capture allows; as a fill its number is baked in."""
-    if func is not torch.ops.aten.copy_.default:
-        return func, args
-    into, source = args[:2]
-    if into.is_cuda and source.is_cpu and source.dim() == 0 and not source.is_pinned():
-        return torch.ops.aten.fill_.Scalar, (into, source.item())
-    return func, args
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """The driver's errors about captures, in our words: code -> what happened and what to do.
 
-Texts and codes: ``CUresult`` 900 to 908 of the driver API, which torch raises as ``torch.AcceleratorError``.
+Texts and codes: ``CUresult`` 900 to 908 of the CUDA driver API, which torch raises as ``torch.AcceleratorError``;
+MUSA has the same by its rule of names, which nobody has seen on hardware.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from halma.backends.cuda.driver import DriverError
 from halma.hal.errors import CaptureError
 
 UNSUPPORTED, INVALIDATED, MERGE, UNMATCHED, UNJOINED = 900, 901, 902, 903, 904
@@ -62,8 +62,6 @@ _TEXTS: Final = (
 
 def code_of(error: BaseException) -> int | None:
     """The driver's code that an error carries, by attribute or by its text; None: it is not the driver's."""
-    if isinstance(error, DriverError):
-        return error.code
     for name in ("error_code", "code"):
         code = getattr(error, name, None)
         if isinstance(code, int) and code:

@@ -21,14 +21,14 @@ _MAGIC = b"halma-cubin-1\n"
 _DIGEST = 32
 
 
-def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """``$XDG_CACHE_HOME/halma/cuda``, by default below ``~/.cache``. A relative XDG_CACHE_HOME does not count."""
+def cache_directory(family: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_CACHE_HOME/halma/<family>``, by default below ``~/.cache``. A relative XDG_CACHE_HOME does not count."""
     base = environment.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path(environment.get("HOME") or Path.home()) / ".cache"
-    return root / "halma" / "cuda"
+    return root / "halma" / family
 
 
-def key_of(source: KernelSource, flags: Sequence[str], compiler: Sequence[int]) -> str:
+def key_of(source: KernelSource, flags: Sequence[str], compiler: Sequence[int | str]) -> str:
     """A hash of the source, its headers and defines, the flags (arch among them) and the compiler's version."""
     parts = {
         "text": source.text,
@@ -42,16 +42,20 @@ def key_of(source: KernelSource, flags: Sequence[str], compiler: Sequence[int]) 
 
 @dataclass
 class KernelCache:
-    """A folder of cubins. Counts what happened to each request; any failure of the disk means compiling anew."""
+    """A folder of compiled kernels. Counts what happened to each request; any failure of the disk means compiling anew.
+
+    ``suffix``: of its files' names.
+    """
 
     folder: Path
+    suffix: str = ".cubin"
     hits: int = 0
     compiled: int = 0
     damaged: int = 0
 
     def get(self, source: KernelSource, key: str, build: Callable[[], bytes]) -> bytes:
         """The cubin of ``key``: from disk, or built and put there."""
-        path = self.folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)[:64]}-{key}.cubin"
+        path = self.folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)[:64]}-{key}{self.suffix}"
         found = self._read(path)
         if found is not None:
             self.hits += 1

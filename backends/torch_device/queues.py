@@ -11,14 +11,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
-import torch
-
-from halma.backends.cuda import driver
+from halma.backends.torch_device.family import Family
 from halma.hal.errors import CapabilityError
 
 T = TypeVar("T")
-NON_BLOCKING: Final = 1
-"""CU_STREAM_NON_BLOCKING: the legacy default stream and this one do not wait for each other."""
 POOLED: Final = 32
 
 
@@ -41,13 +37,8 @@ class Lending(Generic[T]):
         weakref.finalize(owner, self._free.append, thing).atexit = False
 
 
-def new_queue(index: int) -> torch.cuda.Stream:
-    """A queue of the driver's own making, which torch gives to nobody. Never destroyed."""
-    return torch.cuda.ExternalStream(int(driver.call("cuStreamCreate", NON_BLOCKING)), device=index)
-
-
-def pooled_queue(index: int, taken: Callable[[int], bool]) -> torch.cuda.Stream:
-    """One of torch's, where there are no bindings to make one with.
+def pooled_queue(family: Family, index: int, taken: Callable[[int], bool]) -> Any:
+    """One of torch's, where there is no driver to make one with.
 
     Args:
         taken: whether a live stream of ours is that one, by torch's number of it.
@@ -56,12 +47,12 @@ def pooled_queue(index: int, taken: Callable[[int], bool]) -> torch.cuda.Stream:
         CapabilityError: all of them are.
     """
     for _ in range(POOLED + 1):
-        made = torch.cuda.Stream(index)
+        made = family.module.Stream(index)
         if not taken(made.stream_id):
             return made
     raise CapabilityError(
         "there is no stream that is nobody else's",
         asked="new_stream()",
         found=f"torch has {POOLED}, and all of them are in use",
-        do="drop streams that are done, or install halma[cuda], whose bindings make more",
+        do=f"drop streams that are done, or {family.more_queues}",
     )

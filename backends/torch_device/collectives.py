@@ -1,4 +1,4 @@
-"""Bootstrap over NCCL, and channels of the kernels that CUDA and MUSA share."""
+"""Bootstrap over a vendor's library in torch.distributed, and channels of the kernels that vendors share."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ _CHANNELS = "halma.backends.simt.channel"
 _RINGS = "halma.backends.simt.rings"
 
 
-class CudaCollectives:
-    """torch.distributed over nccl for the bootstrap, our own kernels for the messages.
+class TorchCollectives:
+    """torch.distributed over the vendor's library for the bootstrap, our own kernels for the messages.
 
     Args:
         backend: whose kernels and memory channels use.
+        torch_backend: name of the library in torch.distributed.
+        no_library: why this torch has no such library, or None; asked where there is torch.distributed at all.
     """
 
-    torch_backend = "nccl"
-
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, torch_backend: str, no_library: Callable[[], str | None]) -> None:
         self._backend = backend
+        self.torch_backend = torch_backend
+        self._no_library = no_library
 
     def unsupported(self) -> str | None:
         """Why there are no collectives here, or None."""
-        return self._no_nccl() or self._backend.kernels.unsupported()
+        return self.no_bootstrap() or self._backend.kernels.unsupported()
 
     def torch_backend_there(self) -> bool:
-        """Whether this torch has nccl."""
-        return self._no_nccl() is None
+        """Whether this torch has the library."""
+        return self.no_bootstrap() is None
 
-    @staticmethod
-    def _no_nccl() -> str | None:
+    def no_bootstrap(self) -> str | None:
+        """Why ranks cannot even meet, or None."""
         import torch.distributed as distributed
 
         if not distributed.is_available():
             return "this torch was built without torch.distributed"
-        return None if distributed.is_nccl_available() else "this torch was built without nccl"
+        return self._no_library()
 
     def channel(self, site: ChannelSite) -> ChannelDriver:
         """The driver of one channel.
@@ -73,7 +75,7 @@ class CudaCollectives:
                     raise
                 reason = f"{name} is not part of this installation"
         raise CapabilityError(
-            "the cuda backend has no channel driver", asked=asked, found=reason,
+            f"the {self._backend.name} backend has no channel driver", asked=asked, found=reason,
             do="use torch.distributed's own collectives",
         )  # fmt: skip
 

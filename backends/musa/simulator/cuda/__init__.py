@@ -1,0 +1,1 @@
+"""The engine of ``HALMA_MUSA_SIM=cuda``."""

@@ -1,0 +1,45 @@
+"""``halma generate --backend musa`` on the CPU simulator: the tokens of the cpu backend, and marked as simulated."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulated.children import generated, run
+
+PROMPT = ("--prompt", "The President", "--arithmetic", "exact")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(("--max-tokens", "24"), id="plain"),
+        pytest.param(("--max-tokens", "24", "--mtp", "4"), id="mtp"),
+        pytest.param(("--max-tokens", "24", "--no-graph"), id="eager"),
+        pytest.param(("--max-tokens", "24", "--batch", "3"), id="batch"),
+    ],
+)
+@pytest.mark.nightly
+@pytest.mark.invariant("B10", control=True)
+def test_the_tokens_are_the_cpus(more: tuple[str, ...]) -> None:
+    here = generated([*PROMPT, *more, "--backend", "cpu"], None)
+    simulated = generated([*PROMPT, *more, "--backend", "musa"], "cpu")
+    tokens = [one["token_ids"] for one in here["generations"]]
+    assert tokens and all(tokens)
+    assert [one["token_ids"] for one in simulated["generations"]] == tokens
+    assert (here["evidence"], simulated["evidence"]) == ("cpu", "simulated")
+    captures = "--no-graph" not in more
+    assert (simulated["graphs"]["replayed_steps"] > 0) is captures
+    assert simulated["graphs"]["replayed_steps"] == here["graphs"]["replayed_steps"]
+
+
+@pytest.mark.invariant("B10")
+def test_auto_does_not_take_it() -> None:
+    done = run("-m", "halma", "generate", *PROMPT, "--max-tokens", "1", "--backend", "auto")
+    assert done.returncode != 0
+    assert "simulated: has to be named" in done.stdout + done.stderr
+
+
+@pytest.mark.invariant("B10", control=True)
+def test_by_its_name_it_can_be_had() -> None:
+    done = run("-c", "from halma.hal.registry import default_registry as r; print(r().choose('musa')[0].usable)")
+    assert done.stdout.strip() == "True", done.stderr
