@@ -84,6 +84,7 @@ class Ops:
         measured: the backend's table.
         ops: the op table.
         admission: asked before a stranger's route is chosen by default; default: what the table says.
+        facts: what is known of the model, its execution and the device, for guards (:mod:`halma.hal.policy`).
 
     Raises:
         DispatchError: a choice names an op that does not exist.
@@ -99,6 +100,7 @@ class Ops:
         measured: MeasuredTable = _no_measurements,
         ops: OpTable = table,
         admission: Admission | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.workspace = workspace
         self.backend = backend
@@ -106,6 +108,7 @@ class Ops:
         self._explicit = dict(routes or {})
         self._environment = dict(environment or {})
         self._measured = measured
+        self._facts = dict(facts or {})
         self._admission = admission or ops.why_not_admitted
         for name in (*self._explicit, *self._environment):
             ops.get(name)
@@ -126,7 +129,7 @@ class Ops:
     ) -> tuple[RouteSpec | None, Decision]:
         bound = spec.signature.bind_partial(*args, **kwargs)
         bound.apply_defaults()
-        call = Call(spec.name, bound.arguments, self.backend)
+        call = Call(spec.name, bound.arguments, self.backend, self._facts)
         verdicts = self._verdicts(spec, call)
         chosen, why, notes = self._preferred(spec, call, verdicts)
         candidates = [

@@ -6,7 +6,7 @@ Apart from the dispatcher and without torch, so that a plugin can be registered 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -22,12 +22,14 @@ class Call:
     """What a requirement sees: the op's name and the arguments of a call, by name, defaults included.
 
     The choice is kept for every later call with the same shapes, dtypes and formats, so a requirement may
-    look at those and at plain values, never at contents, strides or addresses.
+    look at those and at plain values, never at contents, strides or addresses. ``facts`` are the program's
+    (:mod:`halma.hal.policy`), the same for all its calls.
     """
 
     op: str
     arguments: Mapping[str, Any]
     backend: str
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

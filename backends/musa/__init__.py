@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from halma.backends.musa.v4_policy import ROUTES as V4_ROUTES
 from halma.backends.simt.expert_routes import register_for as simt_routes
+from halma.backends.simt.row_routes import register_for as row_routes
 from halma.backends.triton.routes import register_for as triton_routes
 from halma.hal.backend import API_VERSION, Backend, BackendSpec, Probe
 from halma.hal.errors import SettingError
@@ -62,6 +64,7 @@ def halma_register_backends(register: Callable[[BackendSpec], None]) -> None:
 def halma_register_routes(register: Callable[[RouteSpec], None]) -> None:
     """Offer the kernels that CUDA and MUSA share, where their compilers are."""
     simt_routes(NAME, partial(_with_need, register, "no_dialect"))
+    row_routes(NAME, partial(_with_need, register, "no_dialect"), V4_ROUTES)
     triton_routes(NAME, partial(_with_need, register, "no_triton"))
 
 

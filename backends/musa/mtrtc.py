@@ -57,7 +57,7 @@ class Mtrtc:
 
     def flags(self, defines: Mapping[str, str], arch: str) -> list[str]:
         """All of them."""
-        return [f"--offload-arch={arch}", "-std=c++17", *macros(defines)]
+        return [f"--offload-arch={arch}", "-std=c++17", "-ffp-contract=off", *macros(defines)]
 
     def compile(self, source: KernelSource, arch: str) -> bytes:
         """The image.

@@ -24,6 +24,7 @@ from halma.models.deepseek_v4.boundary import mixer_of
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.drafter import require_mtp
 from halma.models.deepseek_v4.experts import OWN_EXPERTS, Experts
+from halma.models.deepseek_v4.identity import device_facts, model_facts
 from halma.models.deepseek_v4.inputs import V4Inputs
 from halma.models.deepseek_v4.program import Tap, V4Model
 from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
@@ -155,6 +156,7 @@ class V4Runner:
             )
         self.config = config
         self.backend = backend
+        self.facts = {**model_facts(config, carrier), **device_facts(backend)}
         self.options = options
         device = backend.device.torch_device
         self.plan = StatePlan.of(
@@ -218,6 +220,7 @@ class V4Runner:
             backend=self.backend.name,
             routes=self.options.routes,
             environment=self.options.environment_routes,
+            facts=self.facts,
         )
 
     # -- shapes -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 import pytest
 
+from halma.backends.simt import row_sources
 from halma.backends.simt.expert_sources import BITS, products_source, rows_source
 from halma.backends.simt.many_sources import SIZES, many_source
 from halma.backends.simt.sources import UNITS, Target, source
@@ -30,6 +31,7 @@ def experts(target: Target) -> Iterator[KernelSource]:
 SOURCES = {
     **{unit.file: "test_every_unit_is_spelt_with_known_names" for unit in UNITS.values()},
     "expert_rows.cu": "test_so_are_the_small_kernels_of_the_experts",
+    "rows.cu": "test_so_are_the_kernels_of_the_reported_policy",
     "experts.cu": "test_so_are_the_products_of_few_rows",
     "experts_fp4.cu": "test_so_are_the_products_of_few_rows",
     "experts_many.cu": "test_what_has_no_spelling_on_an_architecture_is_this_and_nothing_else",
@@ -65,6 +67,13 @@ def test_so_is_every_world_size(unit: str, size: int) -> None:
     for arch in ARCHITECTURES:
         found = read_as_musa(source(unit, size, musa(arch)), arch)
         assert found.ok, found.log
+
+
+@pytest.mark.invariant("K4")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_so_are_the_kernels_of_the_reported_policy(arch: str) -> None:
+    found = read_as_musa(row_sources.rows_source(musa(arch)), arch)
+    assert found.ok, found.log
 
 
 @pytest.mark.invariant("K4")

@@ -11,6 +11,7 @@ import pytest
 from halma.backends.simt import memory_order
 from halma.backends.simt.expert_sources import products_source, rows_source
 from halma.backends.simt.memory_order import CUDA, MUSA, TABLE
+from halma.backends.simt.row_sources import rows_source as small_rows_source
 from halma.backends.simt.sources import HEADERS, RING_FIELDS, SITE_FIELDS, UNITS, Target, headers, source
 
 pytestmark = pytest.mark.torchfree
@@ -21,6 +22,7 @@ EXPERTS = (
     products_source(4, 232448, CUDA_TARGET),
     products_source(16, 232448, CUDA_TARGET),
     rows_source(CUDA_TARGET),
+    small_rows_source(CUDA_TARGET),
 )
 KERNELS = {
     **headers(),
