@@ -4,14 +4,17 @@
 #   TORCH         torch, as a pip requirement                   (torch==2.13.0)
 #   TORCH_INDEX   extra package index for torch; https://download.pytorch.org/whl/cpu has CPU-only wheels
 #   REUSE_TORCH   1: do not install torch, see the one that PYTHON has
+#   EXTRAS        more of halma's extras, with commas: cuda,triton
 #   VENV          where the environment goes                    (.venv)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 REUSE_TORCH ?=
+EXTRAS ?=
 VENV ?= .venv
 
+comma := ,
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 PINS := $(VENV)/pins.txt
@@ -25,7 +28,7 @@ export PYTHONPATH :=
 help:
 	@echo "make demo     install what is needed and let tiny-v4 write some text on the CPU"
 	@echo "make test     lint, then the rows of tests that a pull request must pass"
-	@echo "make lint     ruff, pyright, import-linter, and whether the CI workflow says what ci/matrix.toml says"
+	@echo "make lint     ruff, pyright, import-linter, and whether what is written from ci/matrix.toml and docs/results is up to date"
 	@echo "make row ROW=ID   one row of ci/matrix.toml"
 	@echo "make nightly  the slow rows"
 	@echo "make mutants  take each guard away and see its test go red: make mutants MUTANTS='--only G12 --output FILE.md'"
@@ -54,7 +57,7 @@ endif
 
 $(DEV): $(BASE)
 	@echo "installing the tests' tools into $(VENV)"
-	$(PIP) install -c $(PINS) --no-build-isolation -e '.[dev]'
+	$(PIP) install -c $(PINS) --no-build-isolation -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
 	@touch $@
 
 demo: $(BASE)
@@ -68,6 +71,7 @@ lint: $(DEV)
 	$(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m ci.render --check
+	$(BIN)/python -m ci.features --check
 
 row: $(DEV)
 	$(BIN)/python -m ci.local $(ROW)

@@ -1,7 +1,7 @@
 """Other Pythons. ``make nightly`` runs the session ``torchfree`` through the row ``pythons``.
 
 * ``torchfree``: import, registry, settings, command line without torch, on each declared Python.
-* ``compile``: kernels for every declared architecture, with the compiler's wheels of the extra ``cuda`` and no GPU.
+* ``cuda-compile``: kernels for every declared architecture, with the compiler's wheels of the extra ``cuda``, no GPU.
 * ``conformance``: with torch, where there is one to be had: ``NOX_TORCH="torch==2.7.1" nox -s conformance``.
 """
 
@@ -72,16 +72,16 @@ def torchfree(session: nox.Session) -> None:
     )
 
 
-@nox.session(name="compile", python=_interpreter("3.11"))
+@nox.session(name="cuda-compile", python=_interpreter("3.11"))
 def compile_kernels(session: nox.Session) -> None:
-    """The row ``compile``: no torch, no driver; NVRTC needs neither."""
-    _compile(session, "compile", "not nightly")
+    """The row ``cuda-compile``: no torch, no driver; NVRTC needs neither."""
+    _compile(session, "cuda-compile", "not nightly")
 
 
-@nox.session(name="compile-nightly", python=_interpreter("3.11"))
+@nox.session(name="cuda-compile-nightly", python=_interpreter("3.11"))
 def compile_more_kernels(session: nox.Session) -> None:
-    """The row ``compile-nightly``: the world sizes and spellings that a pull request leaves out."""
-    _compile(session, "compile-nightly", "nightly or sentinel")
+    """The row ``cuda-compile-nightly``: the world sizes and spellings that a pull request leaves out."""
+    _compile(session, "cuda-compile-nightly", "nightly or sentinel")
 
 
 def _compile(session: nox.Session, row: str, markers: str) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ci.schema import EVIDENCE, TIERS, Row, load, of_tier
+from ci.schema import EVIDENCE, ON_DEVICE, TIERS, Row, load, of_tier
 
 SCHEMA = "halma.test-report/1"
+SENTINEL_FILE = "tests/test_sentinel.py"
 SENTINEL = "test_sentinel_is_skipped_in_every_row"
-_ON_DEVICE = frozenset({"cuda", "musa"})
 _DID_RUN = frozenset({"passed", "failed", "error", "xfailed", "xpassed"})
 
 Report = Mapping[str, Any]
@@ -66,6 +66,8 @@ def judge(rows: Sequence[Row], reports: Sequence[Report], *, whole_tier: bool = 
         mine = [report for report in reports if report["row"] == row.id]
         if row.runs and not mine:
             verdict.problems.append(f"{row.id}: left no report (it did not start, or its session was refused: T1)")
+        if mine and not row.runs:
+            verdict.problems.append(f"{row.id}: is declared as not run ({row.reason}) and left a report: never green")
         for report in mine:
             verdict.problems.extend(f"{row.id}: {problem}" for problem in _row_problems(row, report))
     if whole_tier and reports:
@@ -80,6 +82,9 @@ def _row_problems(row: Row, report: Report) -> Iterable[str]:
     bad = [test for test in ran if test["outcome"] in ("failed", "error", "xpassed")]
     if not ran:
         yield f"ran no test: {len(tests)} collected, all skipped (T2)"
+    for selected in row.select:
+        if not any(_below(test["id"], selected) for test in ran) and SENTINEL_FILE not in selected:
+            yield f"{selected} is selected, and no test of it ran (T2)"
     if report["exit"] != 0:
         yield f"pytest ended with status {report['exit']}, {len(bad)} tests failed"
     elif bad:
@@ -89,9 +94,16 @@ def _row_problems(row: Row, report: Report) -> Iterable[str]:
     if held < row.assertions:
         yield f"counted {held} assertions in {len(passed)} passed tests, needs {row.assertions} (T4)"
     for test in passed:
-        if test.get("evidence") in _ON_DEVICE and test["assertions"] == 0:
+        if test.get("evidence") in ON_DEVICE and test["assertions"] == 0:
             yield f"{test['id']} claims {test['evidence']} and asserted nothing (T4)"
     yield from _evidence_problems(row, tests, passed)
+
+
+def _below(test: str, selected: str) -> bool:
+    """Whether a test is of a file or folder; pytest names tests below its root folder, links resolved."""
+    file = test.split("::")[0]
+    places = (selected, selected.removeprefix("src/halma/"))
+    return any(file == place or file.startswith(f"{place}/") for place in places)
 
 
 def _evidence_problems(row: Row, tests: Sequence[Report], passed: Sequence[Report]) -> Iterable[str]:
@@ -99,7 +111,7 @@ def _evidence_problems(row: Row, tests: Sequence[Report], passed: Sequence[Repor
         evidence = test.get("evidence")
         if evidence not in EVIDENCE:
             yield f"{test['id']} does not say how it was obtained: evidence {evidence!r} (T5)"
-        elif evidence in _ON_DEVICE and evidence != row.evidence:
+        elif evidence in ON_DEVICE and evidence != row.evidence:
             yield f"{test['id']} claims {evidence} in a row whose evidence is {row.evidence} (T5)"
     if passed and not any(test.get("evidence") == row.evidence for test in passed):
         yield f"no passed test has the row's evidence, {row.evidence} (T5)"
@@ -140,7 +152,7 @@ def show(verdict: Verdict, reports: Sequence[Report]) -> None:
     for report in reports:
         counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(report["counts"].items()))
         print(
-            f"row {report['row']:<12} evidence {report['backend_evidence']:<10} "
+            f"row {report['row']:<18} evidence {report['backend_evidence']:<10} "
             f"python {report['python']:<8} torch {report['torch'] or '-':<12} {counts}; "
             f"{report['assertions']} assertions"
         )

@@ -1,7 +1,8 @@
 """Run rows of the matrix on this machine, then judge what they left behind.
 
-``python -m ci.local --tier pr`` runs a tier; ``python -m ci.local cpu`` runs one row. A row that cannot run here
-is named with its reason, and fails the run unless it is informational.
+``python -m ci.local --tier pr`` runs a tier; ``python -m ci.local cpu`` runs one row. A row without a runner is named
+with its reason and not run; a run in which no row ran ends with status 1. ``--here`` says that this machine has what
+the named rows lack: they run, and are held to what a blocking row is held to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ci.judge import judge, read, show
@@ -25,7 +27,7 @@ def command(row: Row, reports: Path, extra: Sequence[str] = ()) -> list[str]:
     if row.session:
         return [sys.executable, "-m", "nox", "--session", row.session, "--", "--reports", str(reports), *extra]
     arguments = [sys.executable, "-m", "pytest", *row.select]
-    if row.backend == "cpu":
+    if not row.devices:
         # A file stays on one worker, so that what its tests share (captures, scratch environments) is made once.
         arguments += ["-n", "2", "--dist", "loadfile"]
     if row.markers:
@@ -59,7 +61,7 @@ def run(
     extra: Sequence[str] = (),
     reports: Path = REPORTS,
     whole_tier: bool,
-    execute: Callable[[list[str]], int] | None = None,
+    execute: Callable[[list[str], dict[str, str]], int] | None = None,
 ) -> int:
     """Run ``rows`` one after the other and judge them; 0 only if every blocking row holds."""
     reports.mkdir(parents=True, exist_ok=True)
@@ -73,10 +75,13 @@ def run(
             continue
         print(f"ci: row {row.id}", flush=True)
         begin = time.monotonic()
-        code = execute(command(row, reports, extra))
+        code = execute(command(row, reports, extra), environment(row))
         print(f"ci: row {row.id} ended with status {code} after {time.monotonic() - begin:.0f} s", flush=True)
         if code != 0 and row.gate == "blocking":
             failed.append(row.id)
+    if not any(row.runs for row in rows):
+        print("ci: no row ran: that is a failure, not a pass", file=sys.stderr)
+        return 1
     found = read(sorted(reports.glob("*.json")))
     verdict = judge([row for row in rows if row.gate == "blocking"], found, whole_tier=whole_tier)
     show(verdict, found)
@@ -85,10 +90,14 @@ def run(
     return 0 if verdict.ok and not failed else 1
 
 
-def _execute(arguments: list[str]) -> int:
-    # Tests see the settings of their own making only; the caller's HALMA_* would make a row mean something else.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HALMA_")}
-    return subprocess.run(arguments, cwd=ROOT, env=environment, check=False).returncode
+def environment(row: Row) -> dict[str, str]:
+    """What a row's tests see: settings of its own only; the caller's HALMA_* would make a row mean something else."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HALMA_")}
+    return {**kept, **row.variables}
+
+
+def _execute(arguments: list[str], variables: dict[str, str]) -> int:
+    return subprocess.run(arguments, cwd=ROOT, env=variables, check=False).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.local", epilog="What follows -- goes to pytest.")
     parser.add_argument("rows", nargs="*", metavar="ROW")
     parser.add_argument("--tier", choices=TIERS)
+    parser.add_argument("--here", action="store_true", help="run the named rows although they have no runner")
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:cut])
@@ -107,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         print(f"ci: tier {options.tier} has no rows: nothing was run", file=sys.stderr)
         return 2
+    if options.here and options.rows:
+        rows = tuple(replace(row, runner="here", gate="blocking") for row in rows)
     return run(rows, extra=given[cut + 1 :], whole_tier=not options.rows)
 
 

@@ -34,7 +34,8 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutants"
-COPIED = ("hal", "backends", "ops", "models", "src", "tests", "benchmarks", "ci")
+COPIED = ("hal", "backends", "ops", "models", "src", "tests", "benchmarks", "ci", "docs")
+FILES = ("pyproject.toml", "noxfile.py")
 SECONDS = 600
 T = TypeVar("T")
 
@@ -157,7 +158,9 @@ class Copy:
         for name in COPIED:
             if (root / name).exists():
                 shutil.copytree(root / name, folder / name, symlinks=True, ignore=skip)
-        shutil.copy2(root / "pyproject.toml", folder)
+        for name in FILES:
+            if (root / name).exists():
+                shutil.copy2(root / name, folder)
 
     def try_out(self, mutant: Mutant) -> Outcome:
         """Run the mutant's tests as they are, then with its guard gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,10 +24,15 @@ Evidence = Literal["cpu", "contract", "simulated", "cuda", "musa"]
 TIERS: tuple[str, ...] = get_args(Tier)
 GATES: tuple[str, ...] = get_args(Gate)
 EVIDENCE: tuple[str, ...] = get_args(Evidence)
+ON_DEVICE = frozenset({"cuda", "musa"})
+"""Evidence that only hardware gives."""
 
 _ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+_SETTING = re.compile(r"HALMA_[A-Z_0-9]+=\S+")
 _OPERATORS = frozenset({"and", "or", "not", "True", "False", "None"})
+HOSTED = "ubuntu-24.04"
+"""The runner that everybody has."""
 
 
 class MatrixError(Exception):
@@ -50,6 +56,8 @@ class Row:
     session: str = ""
     paths: tuple[str, ...] = ()
     require: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
     devices: int = 0
     assertions: int = 0
     reason: str = ""
@@ -58,6 +66,11 @@ class Row:
     def runs(self) -> bool:
         """False for a row that is declared so that its absence shows, and has no machine to run on."""
         return self.runner != "none"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The settings of its own that it runs with."""
+        return dict(one.split("=", 1) for one in self.environment)
 
 
 def _field_types() -> dict[str, str]:
@@ -101,9 +114,40 @@ def _meaning(row: Row, markers: frozenset[str], root: Path) -> Iterable[str]:
         yield f"{row.id}: cannot block, no runner will run it"
     for word in sorted(set(_WORD.findall(row.markers)) - _OPERATORS - markers):
         yield f"{row.id}: unknown marker {word!r}"
+    for one in row.environment:
+        if not _SETTING.fullmatch(one):
+            yield f"{row.id}: environment takes HALMA_NAME=value, found {one!r}"
+    yield from _claims(row)
+    if row.session and row.session not in nox_sessions(root):
+        yield f"{row.id}: noxfile.py has no session {row.session!r}"
     for path in row.select:
         if not (root / path).exists():
             yield f"{row.id}: selects {path!r}, which is not there"
+
+
+def _claims(row: Row) -> Iterable[str]:
+    """A row's evidence has to follow from what it runs on (T5)."""
+    simulated = any(one.startswith("HALMA_MUSA_SIM=") for one in row.environment)
+    if simulated != (row.evidence == "simulated"):
+        yield f"{row.id}: evidence is {row.evidence!r}, and a simulator is {'' if simulated else 'not '}switched on"
+    if row.evidence in ON_DEVICE and (row.backend != row.evidence or not row.devices):
+        yield f"{row.id}: evidence {row.evidence} wants the backend {row.evidence} and devices from 1 up"
+    if row.devices and row.runner == HOSTED:
+        yield f"{row.id}: {HOSTED} has no devices, the row needs {row.devices}"
+
+
+def nox_sessions(root: Path = ROOT) -> frozenset[str]:
+    """The sessions of noxfile.py, read from its source; none where there is no such file."""
+    file = root / "noxfile.py"
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else ():
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for mark in node.decorator_list:
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "nox.session":
+                given = [word.value for word in mark.keywords if word.arg == "name"]
+                names.add(str(ast.literal_eval(given[0])) if given else node.name)
+    return frozenset(names)
 
 
 def declared_markers(root: Path = ROOT) -> frozenset[str]:

@@ -123,11 +123,13 @@ class MusaGraph:
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
         """On the current stream, which must not be the default one."""
         self._graph.capture_begin(pool=pool, capture_error_mode=capture_error_mode)
+        _under_way.add(id(self))
         self._pool_id = pool
         self._pool.uses += 1
 
     def capture_end(self) -> None:
         """Also makes the executable."""
+        _under_way.discard(id(self))
         self._graph.capture_end()
         self._finished = True
         live_graphs.change(+1)
@@ -143,6 +145,7 @@ class MusaGraph:
 
     def reset(self) -> None:
         """Destroy template and executable, and give the pool back; twice is once. Never amid a capture."""
+        _under_way.discard(id(self))
         self._graph.reset()
         if self._finished:
             self._finished = False
@@ -153,9 +156,24 @@ class MusaGraph:
 
     def __del__(self) -> None:
         try:
-            self.reset()
+            if _under_way - {id(self)}:
+                _dropped.append(self)  # destroying an executable would make that capture invalid
+            else:
+                self.reset()
         except Exception:
             pass  # at the interpreter's end torch_musa, and the standard library, may be gone
+
+
+_under_way: Final[set[int]] = set()
+"""Graphs whose captures have begun and not ended, by identity."""
+_dropped: Final[list[MusaGraph]] = []
+"""Graphs that nobody holds any more and that were found amid somebody's capture, which a garbage collection can be."""
+
+
+def destroy_dropped() -> None:
+    """Reset what was dropped amid a capture, if none is under way."""
+    while _dropped and not _under_way:
+        _dropped.pop().reset()
 
 
 class MusaRecipe:
@@ -175,6 +193,7 @@ class MusaRecipe:
         Raises:
             CaptureError: too many finished captures live.
         """
+        destroy_dropped()
         live_graphs.refuse_another()
         return MusaGraph(self._device, cast(MusaPool, pool))
 

@@ -58,7 +58,7 @@ def session(tmp_path: Path, *options: str, row: str | None = "cpu", autoload: bo
 def row(**changes: Any) -> Row:
     values: dict[str, Any] = {
         **{"id": "cpu", "tier": "pr", "backend": "cpu", "evidence": "cpu", "python": ("3.11",), "torch": ""},
-        **{"runner": "ubuntu-24.04", "gate": "blocking", "select": ("tests",)},
+        **{"runner": "ubuntu-24.04", "gate": "blocking", "select": ()},
         **changes,
     }
     return Row(**values)
@@ -104,6 +104,28 @@ def test_a_row_that_ran_nothing_fails(tmp_path: Path, files: dict[str, str]) -> 
 def test_the_judge_does_not_trust_the_status_of_an_empty_row() -> None:
     only_sentinel = report(test(f"t.py::{SENTINEL}", outcome="skipped"))
     assert any("T2" in problem for problem in judge([row()], [only_sentinel], whole_tier=False).problems)
+
+
+@pytest.mark.invariant("T2")
+def test_a_selected_folder_of_which_nothing_ran_fails() -> None:
+    ran = report(test("tests/cpu/test_a.py::test_x"), test("tests/contract/test_b.py::test_y", outcome="skipped"))
+    for select, lost in ((("tests/cpu", "tests/contract"), "tests/contract"), (("tests/cp", "tests/cpu"), "tests/cp")):
+        found = judge([row(select=select)], [ran], whole_tier=False)
+        assert found.problems == [f"cpu: {lost} is selected, and no test of it ran (T2)"]
+
+
+@pytest.mark.invariant("T2", control=True)
+def test_a_folder_is_known_by_either_name() -> None:
+    both = report(test("hal/testing/conformance/test_a.py::test_x"), test("tests/cpu/test_a.py::test_x"))
+    select = ("src/halma/hal/testing/conformance", "tests/cpu/test_a.py", "tests/test_sentinel.py")
+    assert judge([row(select=select)], [both], whole_tier=False).ok
+
+
+@pytest.mark.invariant("T5")
+def test_a_row_without_a_machine_that_left_a_report_is_not_green() -> None:
+    declared = row(runner="none", gate="informational", reason="no hardware")
+    assert any("never green" in problem for problem in judge([declared], [report(test("a"))]).problems)
+    assert judge([declared], [], whole_tier=False).ok
 
 
 @pytest.mark.invariant("T2", control=True)

@@ -87,11 +87,14 @@ def loaded_before_the_first_call(backend: str) -> list[str]:
 
 
 def headers_after(backend: str, kinds: Sequence[str]) -> list[tuple[str, list[tuple[int, int, int]]]]:
-    """After each call: (kind, and for each peer its header's digest and two flags, minus what they should be)."""
+    """After each call: (kind, and for each peer its header's digest and two flags, minus what they should be). The
+    second flag is of a header that is stored whole; behind a fence there is one alone."""
     with ranks_set_up(backend) as setup:
         assert setup is not None
         comm, found = setup.comm, []
         x = torch.ones(8, dtype=torch.bfloat16, device=setup.device)
+        atomicity = setup.backend.capabilities.remote_store_atomicity
+        whole = isinstance(atomicity, int) and atomicity >= 8
         for kind in kinds:
             call = Call(Kind.BARRIER, 0, "uint8")
             if kind == "broadcast":
@@ -113,7 +116,7 @@ def headers_after(backend: str, kinds: Sequence[str]) -> list[tuple[str, list[tu
                 if peer != comm.rank:
                     start = lane.at(epoch & 1, peer)
                     digest, flag, _, again = own[start : start + 16].view(torch.int32).tolist()
-                    rows.append(((digest & 0xFFFFFFFF) - call.digest, flag - epoch, again - epoch))
+                    rows.append(((digest & 0xFFFFFFFF) - call.digest, flag - epoch, again - epoch if whole else 0))
             found.append((kind, rows))
             comm.barrier()  # nobody may overwrite what is being looked at: a peer is at most one call ahead
             comm.barrier()

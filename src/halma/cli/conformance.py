@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from halma.cli.output import emit_json, print_table, progress_bar
+from halma.cli.result import read_bench, result_document, write_result
+from halma.hal.errors import RequestError
 from halma.hal.registry import default_registry
 from halma.hal.testing.rules import Rule, written_tests
 from halma.hal.testing.suite import RuleResult, SuiteResult, chosen_rules, run_suite
@@ -21,6 +24,12 @@ def conformance(
     show: Annotated[
         bool, typer.Option("--list", help="Run nothing; list the rules and the tests that hold them.")
     ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the result file that docs/musa_hardware.md asks for; wants all rules.")
+    ] = None,
+    bench: Annotated[
+        Path | None, typer.Option(help="An answer of halma bench decode --json to send along in the result file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run the suite that every backend must pass; exit 1 if a rule fails or nothing tests it."""
@@ -28,9 +37,18 @@ def conformance(
     if show:
         _list(rules, json=json)
         return
+    if (bench is not None) if output is None else bool(rule):
+        raise RequestError(
+            "a result file holds all rules, and a benchmark goes into a result file",
+            asked=" ".join(("--bench without --output",) if output is None else ("--output with --rule",)),
+            do=f"halma conformance --output {output or 'FILE'}",
+        )
     name = default_registry().choose(backend)[0].name
+    measured = None if bench is None else read_bench(bench, name, default_registry().spec(name).evidence)
     with progress_bar(f"testing {name}", disable=json):
         result = run_suite(name, rules)
+    if output is not None:
+        write_result(result_document(result, measured), output)
     if json:
         emit_json({"schema": "halma.conformance/1", **result.as_json()})
     else:

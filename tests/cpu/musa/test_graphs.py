@@ -59,6 +59,23 @@ def test_torch_musas_own_reset_keeps_the_pool(musa: Any) -> None:
     assert musa.allocator.uses == {pool.id: 1}
 
 
+@pytest.mark.invariant("G22")
+def test_what_is_dropped_amid_a_capture_is_destroyed_behind_it(musa: Any) -> None:
+    """A garbage collection can come at any time; the driver refuses to destroy an executable amid a capture."""
+    recipe = MusaRecipe(0)
+    pool = recipe.new_pool()
+    old = capture(recipe, pool)
+    graph = recipe.new_graph(pool)
+    graph.capture_begin(pool=pool.id, capture_error_mode=recipe.mode)
+    del old
+    gc.collect()
+    assert musa.allocator.uses == {pool.id: 2}, "nothing was given back amid the capture"
+    graph.capture_end()
+    graphs.destroy_dropped()
+    assert musa.allocator.uses == {pool.id: 1}
+    recipe.retire(template(graph))
+
+
 @pytest.mark.invariant("G21")
 def test_captures_beyond_the_drivers_ceiling_are_refused_before_they_begin(
     musa: Any, monkeypatch: pytest.MonkeyPatch

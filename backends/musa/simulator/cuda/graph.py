@@ -6,7 +6,6 @@ kept, and with it its share of the pool, until ``_musa_releasePool`` is called o
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import Counter
 from typing import Any, Final
@@ -127,5 +126,7 @@ class SimGraph:
             raise NotImplementedError("musaGraphDebugDotPrint is not supported now!")
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter may be ending
+        try:
             self.reset()
+        except Exception:
+            pass  # at the interpreter's end the standard library may be gone
