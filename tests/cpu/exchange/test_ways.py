@@ -11,7 +11,9 @@ from halma.hal.testing.ranks import RankPools
 from tests.cpu.exchange import programs
 
 
-@pytest.mark.parametrize(("size", "why"), [(3, None), (2, "because"), (4, "because")])
+@pytest.mark.parametrize(
+    ("size", "why"), [pytest.param(3, None, marks=pytest.mark.nightly), (2, "because"), (4, "because")]
+)
 def test_where_memory_is_not_shared_torch_distributed_does_the_same(
     halma_rank_pools: RankPools, size: int, why: str | None
 ) -> None:

@@ -38,6 +38,7 @@ def served_all(counters: dict[str, Any], steps: int) -> None:
     assert counters["items"] == 4 * steps <= counters["looks"]
 
 
+@pytest.mark.nightly  # with headers it is a pull request's
 @pytest.mark.invariant("F15")
 def test_an_idle_attention_rank_blocks_nobody(all_ranks: RankPools):
     served, nothing, counters = all_ranks[3].run(play, [job(1), job(0)], 1, seconds=90.0)

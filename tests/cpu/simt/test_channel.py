@@ -218,6 +218,7 @@ def test_records_are_read_and_reset() -> None:
         assert (own[lane.offset : lane.offset + lane.nbytes] == lane.fill).all()
 
 
+@pytest.mark.nightly  # 18 s; the communicator's own is a pull request's
 def test_ten_thousand_shapes_take_no_more_memory_than_a_thousand() -> None:
     channel = fake_channel()
     operands = Operands(aligned(1 << 16), aligned(1 << 16))

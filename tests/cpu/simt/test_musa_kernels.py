@@ -198,6 +198,7 @@ def check_sums(
     assert world.errors() == [None] * SIZE and world.guards_hold()
 
 
+@pytest.mark.nightly  # 15 s
 @pytest.mark.invariant("K1")
 def test_staged_sums_on_wide_warps() -> None:
     check_sums(staged(128), (lab.STAGED, lab.STAGED_TWO_SHOT), (6002,), (torch.bfloat16,))
