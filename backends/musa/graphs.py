@@ -129,8 +129,10 @@ class MusaGraph:
 
     def capture_end(self) -> None:
         """Also makes the executable."""
-        _under_way.discard(id(self))
-        self._graph.capture_end()
+        try:
+            self._graph.capture_end()
+        finally:  # until then another thread may drop a graph, whose reset would make this capture invalid
+            _under_way.discard(id(self))
         self._finished = True
         live_graphs.change(+1)
 

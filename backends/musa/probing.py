@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from halma.backends.musa.compiler import NO_MCC, find_mcc
+from halma.backends.musa.contract import CONTRACT, version_warning
 from halma.backends.torch_device import machine as machines
 from halma.backends.torch_device.machine import CHILD_SECONDS, Asked, Gpu, NoDriver
 from halma.backends.torch_device.visible import other_variables, visible_devices
 from halma.hal.backend import Probe
 
 VARIABLE: Final = "MUSA_VISIBLE_DEVICES"
-CONTRACT: Final = "2.7.1"
-"""The torch_musa whose names and behaviour this backend was written against."""
 OLDEST: Final = (2, 7)
 """Before it, graphs are not as they are written down."""
 DRIVER_FILES: Final = ("/dev/mtgpu.0", "/dev/mtgpu0", "/sys/module/mtgpu")
@@ -83,14 +82,21 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+def beside_torchada() -> str | None:
+    """Why neither torch_musa nor a stand-in for it can be used in this process, where torchada was imported first."""
+    if "torchada" not in sys.modules:
+        return None
+    return (
+        "torchada was imported in this process, which replaces torch.cuda, torch.device and ctypes.CDLL: what "
+        "answers here would be neither's; start a process that does not import it"
+    )
+
+
 def installed(version_of: Callable[[str], str | None]) -> tuple[str | None, dict[str, str]]:
     """(why the software cannot be used, or None; what it is)."""
-    if "torchada" in sys.modules:
-        return (
-            "torchada was imported in this process, which replaces torch.cuda, torch.device and ctypes.CDLL: what "
-            "answers here would be neither's; start a process that does not import it",
-            {},
-        )
+    beside = beside_torchada()
+    if beside is not None:
+        return beside, {}
     torch, musa = version_of("torch"), version_of("torch_musa")
     if torch is None:
         return "torch is not installed", {}
@@ -101,8 +107,8 @@ def installed(version_of: Callable[[str], str | None]) -> tuple[str | None, dict
         return f"torch_musa {musa} is too old: {'.'.join(map(str, OLDEST))} is the first that captures graphs", detail
     if _numbers(musa)[:2] != _numbers(torch)[:2]:
         return f"torch_musa {musa} was built for torch {'.'.join(map(str, _numbers(musa)))}, not {torch}", detail
-    if ".".join(map(str, _numbers(musa))) != CONTRACT:
-        detail["contract"] = f"{CONTRACT}; what torch_musa {musa} does differently is not known here (warning)"
+    if ".".join(map(str, _numbers(musa))) != CONTRACT:  # a build's own suffix (.post2) does not count
+        detail["contract"] = f"{CONTRACT} (warning: {version_warning(musa)})"
     return None, detail
 
 

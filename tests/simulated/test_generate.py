@@ -33,6 +33,14 @@ def test_the_tokens_are_the_cpus(more: tuple[str, ...]) -> None:
 
 
 @pytest.mark.invariant("B10")
+def test_text_alone_is_marked_beside_it() -> None:
+    """Piped output has no table; the mark goes to standard error, and the text stays as it is."""
+    done = run("-m", "halma", "generate", *PROMPT, "--max-tokens", "1", "--backend", "musa")
+    assert done.returncode == 0, done.stderr
+    assert "halma: note: musa is simulated" in done.stderr and "simulated" not in done.stdout
+
+
+@pytest.mark.invariant("B10")
 def test_auto_does_not_take_it() -> None:
     done = run("-m", "halma", "generate", *PROMPT, "--max-tokens", "1", "--backend", "auto")
     assert done.returncode != 0

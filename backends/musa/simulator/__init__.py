@@ -15,6 +15,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halma.backends.musa.probing import beside_torchada
 from halma.hal.backend import Probe
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def probe(mode: str) -> Probe:
 
 
 def _why_not(mode: str) -> str | None:
+    beside = beside_torchada()
+    if beside is not None:
+        return beside
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return "torch is not installed"

@@ -78,6 +78,8 @@ def generate(
     with assembled(tp * groups, "generate", asked) as team:
         # Alone this comes before torch is imported: a wrong name is answered at once.
         chosen = team.together("the backend", lambda: team.backend(backend))
+        if chosen.evidence == "simulated" and team.speaks:
+            print(f"halma: note: {chosen.name} is simulated: no such device was used", file=sys.stderr)
         from halma.models.deepseek_v4.load import resolve_model
 
         source = team.together("the model", lambda: divisible(resolve_model(model), tp, ep))

@@ -76,6 +76,30 @@ def test_what_is_dropped_amid_a_capture_is_destroyed_behind_it(musa: Any) -> Non
     recipe.retire(template(graph))
 
 
+@pytest.mark.invariant("G22")
+def test_a_capture_is_under_way_until_its_end_has_returned(musa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may drop a graph while the driver still ends this capture; a failed end is over as well."""
+    recipe = MusaRecipe(0)
+    pool = recipe.new_pool()
+    old = [capture(recipe, pool)]
+    graph = recipe.new_graph(pool)
+    graph.capture_begin(pool=pool.id, capture_error_mode=recipe.mode)
+    seen: list[int] = []
+
+    def end() -> None:
+        old.clear()
+        gc.collect()
+        seen.append(musa.allocator.uses[pool.id])
+        raise RuntimeError("the driver ends it badly")
+
+    monkeypatch.setattr(graph._graph, "capture_end", end, raising=False)
+    with pytest.raises(RuntimeError, match="badly"):
+        graph.capture_end()
+    assert seen == [2], "nothing was given back amid the end"
+    graphs.destroy_dropped()
+    assert musa.allocator.uses == {pool.id: 1}
+
+
 @pytest.mark.invariant("G21")
 def test_captures_beyond_the_drivers_ceiling_are_refused_before_they_begin(
     musa: Any, monkeypatch: pytest.MonkeyPatch

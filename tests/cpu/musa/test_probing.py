@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from halma.backends.musa import probing
+from halma.backends.musa import probing, simulator
 from halma.backends.musa.probing import CONTRACT, Machine, ask_child, ask_mtml, installed, verdict
 from halma.backends.torch_device.machine import Gpu, NoDriver
 from halma.hal.backend import Probe
@@ -130,13 +130,21 @@ def test_software_that_fits_is_taken_and_another_version_than_the_contracts_is_w
 ) -> None:
     problem, detail = installed({"torch": torch, "torch_musa": musa}.get)
     assert problem is None and detail["contract"].startswith(CONTRACT)
-    assert ("warning" in detail["contract"]) is warns and detail["torch_musa"] == musa
+    assert ("is installed, the backend is written against" in detail["contract"]) is warns
+    assert detail["torch_musa"] == musa
 
 
 def test_beside_torchada_it_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchada", ModuleType("torchada"))
     problem, _ = installed({"torch": "2.7.1", "torch_musa": "2.7.1"}.get)
     assert problem is not None and "torchada was imported" in problem
+
+
+@pytest.mark.parametrize("mode", ["cpu", "cuda"])
+def test_beside_torchada_its_stand_ins_are_refused_too(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setitem(sys.modules, "torchada", ModuleType("torchada"))
+    there = simulator.probe(mode)
+    assert not there.ok and "torchada was imported" in there.reason
 
 
 # -- the verdict -------------------------------------------------------------------------------------------
