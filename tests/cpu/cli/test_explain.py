@@ -145,6 +145,7 @@ def test_our_ops_are_listed_and_explained_for_a_backend(halma: Halma) -> None:
     document = json.loads(halma("explain", "--backend", "cpu", "--op", "expert_ffn", "--rows", "2", "--json").out)
     assert document["backend"] == "cpu"
     assert {d["subject"] for d in document["decisions"]} == {"expert_ffn"}
-    assert {c["name"] for d in document["decisions"] for c in d["candidates"]} == {"rows", "reference"}
+    # Other tests of this process may have offered the CPU the kernels' routes too.
+    assert {c["name"] for d in document["decisions"] for c in d["candidates"]} >= {"rows", "reference"}
     refused = halma("explain", "--backend", "cpu", "--op", "expert_fnn")
     assert (refused.code, refused.out) == (2, "")
