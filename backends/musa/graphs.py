@@ -174,8 +174,12 @@ _dropped: Final[list[MusaGraph]] = []
 
 def destroy_dropped() -> None:
     """Reset what was dropped amid a capture, if none is under way."""
-    while _dropped and not _under_way:
-        _dropped.pop().reset()
+    while not _under_way:
+        try:
+            graph = _dropped.pop()  # threads may do this at once
+        except IndexError:
+            return
+        graph.reset()
 
 
 class MusaRecipe:

@@ -48,7 +48,9 @@ class Mtrtc:
             found.argtypes, found.restype = arguments, c_int
             self._functions[name] = found
         major, minor = c_int(), c_int()
-        self._functions["mtrtcVersion"](byref(major), byref(minor))
+        code = self._functions["mtrtcVersion"](byref(major), byref(minor))
+        if code:
+            raise NoCompiler(f"mtrtcVersion answers error {code}")  # images are kept by it
         self.version = f"MTRTC {major.value}.{minor.value}"
 
     def arch_of(self, capability: tuple[int, int]) -> str:

@@ -43,7 +43,7 @@ def test_the_pool_goes_when_it_is_released_and_the_graph_is_reset(found: dict[st
 
 
 def test_captures_have_the_pinned_rules(found: dict[str, Any]) -> None:
-    assert "non-default stream" in found["default"]
+    assert "the default stream cannot be captured" in found["default"]
     assert "illegal memory access" in found["after the last"]
     assert found["one less"] == ""
     assert found["reinstantiated"] == 1

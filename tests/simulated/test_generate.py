@@ -41,6 +41,13 @@ def test_text_alone_is_marked_beside_it() -> None:
 
 
 @pytest.mark.invariant("B10")
+def test_an_explanation_is_marked_too() -> None:
+    done = run("-m", "halma", "explain", "--op", "swiglu", "--backend", "musa")
+    assert done.returncode == 0 and "halma: note: musa is simulated" in done.stderr, done.stderr
+    assert "runs no kernels of the portable dialect" in done.stdout
+
+
+@pytest.mark.invariant("B10")
 def test_auto_does_not_take_it() -> None:
     done = run("-m", "halma", "generate", *PROMPT, "--max-tokens", "1", "--backend", "auto")
     assert done.returncode != 0

@@ -53,12 +53,6 @@ class SimulatedError(RuntimeError):
         self.error_code = code
 
 
-EMPTY_GRAPH: Final = (
-    "The MUSA Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream."
-)
-"""What ``capture_end()`` warns of."""
-
-
 CEILING: Final = 2048
 """Live executables of a process; the next one fails (torchada 0.1.103, _graph_rotation.py, on an S5000 with driver
 3.3.5; sgl-project/sglang#27537)."""

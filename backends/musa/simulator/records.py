@@ -10,7 +10,7 @@ from typing import Any
 def refuse_mode(mode: str) -> None:
     """Refuse a capture mode that 2.7.1 does not know."""
     if mode not in ("global", "thread_local", "relaxed"):
-        raise RuntimeError(f"Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got {mode}")
+        raise RuntimeError(f"the capture mode {mode!r} is none of global, thread_local and relaxed")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halma.cli.mtp import drafts_of, with_mtp
-from halma.cli.output import emit_json, print_table
+from halma.cli.output import emit_json, note_simulated, print_table
 from halma.hal.decisions import Decision
 from halma.hal.errors import RequestError
 from halma.hal.registry import default_registry
@@ -57,7 +57,10 @@ def explain(
     if model is not None:
         _explain_model(model, backend, mtp, json=json)
         return
-    name = registry.spec(backend).name if backend is not None else registry.choose()[0].name
+    named = None if backend is None else registry.spec(backend)
+    name = registry.choose()[0].name if named is None else named.name  # a stand-in is never chosen, only named
+    if named is not None and named.simulated and not json:
+        note_simulated(name)
     from halma.hal.dispatch import table
     from halma.ops import families as _families  # noqa: F401  (defines every op)
 
@@ -84,6 +87,8 @@ def _explain_model(model: str, backend: str | None, mtp: str | None, *, json: bo
     from halma.models.deepseek_v4.runner import RunnerOptions
 
     drafts, chosen, source = drafts_of(mtp), halma.backend(backend), resolve_model(model)
+    if chosen.evidence == "simulated" and not json:
+        note_simulated(chosen.name)
     auto = drafts == "auto"
     options = RunnerOptions(
         max_context=512,

@@ -12,7 +12,7 @@ import typer
 
 from halma.cli.generate_report import parallel_of, print_summary, result_of, run_engine
 from halma.cli.mtp import AHEAD_HELP, MTP_HELP, drafts_of, with_mtp
-from halma.cli.output import at_least_one, emit_json, progress_bar
+from halma.cli.output import at_least_one, emit_json, note_simulated, progress_bar
 from halma.cli.prompts import read_prompts
 from halma.cli.spread import EP_HELP, Serving, check_parallel, generate_spread
 from halma.cli.team import Team, assembled, divisible
@@ -79,7 +79,7 @@ def generate(
         # Alone this comes before torch is imported: a wrong name is answered at once.
         chosen = team.together("the backend", lambda: team.backend(backend))
         if chosen.evidence == "simulated" and team.speaks:
-            print(f"halma: note: {chosen.name} is simulated: no such device was used", file=sys.stderr)
+            note_simulated(chosen.name)
         from halma.models.deepseek_v4.load import resolve_model
 
         source = team.together("the model", lambda: divisible(resolve_model(model), tp, ep))

@@ -36,6 +36,11 @@ def at_least_one(option: str, value: int) -> None:
         )
 
 
+def note_simulated(backend: str) -> None:
+    """Mark plain text, beside it, as that of a stand-in (B10); JSON says it in a field."""
+    print(f"halma: note: {backend} is simulated: no such device was used", file=sys.stderr)
+
+
 def shown(message: str, width: int | None) -> str:
     """A refusal folded under its labels; None is no terminal, where every line stays one line."""
     if width is None:

@@ -104,6 +104,17 @@ def test_an_mtrtc_of_another_kind_is_no_compiler(monkeypatch: pytest.MonkeyPatch
         find_compiler()
 
 
+def test_an_mtrtc_that_does_not_know_its_version_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = c_library(tmp_path, LIBMTRTC.replace("*a = 4; *b = 3; return 0;", "return 5;"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PYTORCH_MCC", "nothing")
+    use(monkeypatch, load=lambda name: library)
+    with pytest.raises(NoCompiler, match="mtrtcVersion answers error 5"):
+        find_compiler()
+
+
 LIBMUSA = """
 static long words[8]; static int shape[4]; static void* last_stream; static int loads = 0, most = 0;
 long word(int at) { return words[at]; } int dim(int at) { return shape[at]; } int times_loaded() { return loads; }

@@ -17,32 +17,21 @@ from halma.backends.musa.simulator import faults
 from halma.backends.musa.simulator.cpu import capture as driver
 from halma.backends.musa.simulator.cpu import placing
 from halma.backends.musa.simulator.faults import SimulatedError, executables
-from halma.backends.musa.simulator.records import new_pool_id, refuse_mode
+from halma.backends.musa.simulator.graph_state import EMPTY_GRAPH, GraphState
+from halma.backends.musa.simulator.records import new_pool_id
 
 
-class SimGraph:
+class SimGraph(GraphState):
     """One capture, its template and at most one executable."""
 
-    _debug = False
-
     def __init__(self) -> None:
+        super().__init__()
         self._stream = driver.current_stream()
-        self._pool = (0, 0)
-        self._tape: list[Callable[[], object]] | None = None
-        self._executable = False
+        self._tape: list[Callable[[], object]] = []
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        refuse_mode(capture_error_mode)
-        if self._executable:
-            raise RuntimeError(
-                "This MUSAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
-            )
         stream = driver.current_stream()
-        if not stream.number:
-            raise RuntimeError(
-                "MUSA graphs must be captured on a non-default stream. "
-                "(However, after capture, it's ok to replay them on the default stream.)"
-            )
+        self._need_beginning(capture_error_mode, default_stream=not stream.number)
         self._stream = stream
         self._pool = tuple(pool) if pool is not None and any(pool) else new_pool_id(of_a_graph=True)
         allocator = placing.allocators[stream.index]
@@ -52,26 +41,24 @@ class SimGraph:
 
     def capture_end(self) -> None:
         stream = driver.current_stream()
-        if stream is not self._stream:
-            raise RuntimeError("Capture must end on the same stream it began on.")
+        self._need_stream(stream)
         self._tape = driver.end(stream).tape  # where this raises the allocator goes on recording, as there
+        self._template = True
         placing.allocators[stream.index].end(self._pool)
         executables.made()
         self._executable = True
         if not self._tape:
-            warnings.warn(faults.EMPTY_GRAPH, stacklevel=3)
+            warnings.warn(EMPTY_GRAPH, stacklevel=3)
 
     def reinstantiate_graph(self) -> None:
-        if self._tape is None or not self._executable:
-            raise RuntimeError("The graph_ and graph_exec_ musa have been created in the graph capture stage")
+        self._need_both()
         self._executable = False
         executables.destroyed()
         executables.made()
         self._executable = True
 
     def replay(self) -> None:
-        if self._tape is None or not self._executable:
-            raise RuntimeError("Called MUSAGraph::replay without a preceding successful capture.")
+        self._need_executable("replay")
         stream = driver.current_stream(self._stream.index)
         if stream.capture is not None:
             stream.capture.failed = True
@@ -81,22 +68,10 @@ class SimGraph:
                 call()
 
     def reset(self) -> None:
-        self._tape = None
+        self._tape, self._template = [], False
         if self._executable:
             self._executable = False
             executables.destroyed()
-
-    def pool(self) -> tuple[int, int]:
-        if not self._executable:
-            raise RuntimeError("Called MUSAGraph::pool() without a preceding successful capture.")
-        return self._pool
-
-    def enable_debug_mode(self) -> None:
-        SimGraph._debug = True
-
-    def debug_dump(self, debug_path: str) -> None:
-        if SimGraph._debug:
-            raise NotImplementedError("musaGraphDebugDotPrint is not supported now!")
 
     def __del__(self) -> None:
         self.reset()

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from halma.backends.musa.simulator.faults import EMPTY_GRAPH, executables
-from halma.backends.musa.simulator.records import refuse_mode
+from halma.backends.musa.simulator.faults import executables
+from halma.backends.musa.simulator.graph_state import EMPTY_GRAPH, GraphState
 
 _CUDAGraph: Any = torch.cuda.CUDAGraph
 """Taken before torch.cuda's own names are trapped (see :mod:`halma.backends.musa.simulator.cuda.traps`)."""
@@ -43,40 +43,26 @@ def release_pool(device: int, mempool_id: PoolId) -> None:
         _released[name] += 1
 
 
-class SimGraph:
+class SimGraph(GraphState):
     """One capture, its template and at most one executable."""
 
-    _debug = False
-
     def __init__(self) -> None:
+        super().__init__()
         self._graph: Any = _CUDAGraph(keep_graph=True)
         self._device = torch.cuda.current_device()
-        self._pool: PoolId = (0, 0)
-        self._stream: Any = None
         self._begun = False
-        self._template = False
-        self._executable = False
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        refuse_mode(capture_error_mode)
-        if self._executable:
-            raise RuntimeError(
-                "This MUSAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
-            )
         self._device = torch.cuda.current_device()
         self._stream = torch._C._cuda_getCurrentStream(self._device)
-        if self._stream == torch._C._cuda_getDefaultStream(self._device):
-            raise RuntimeError(
-                "MUSA graphs must be captured on a non-default stream. "
-                "(However, after capture, it's ok to replay them on the default stream.)"
-            )
+        default = torch._C._cuda_getDefaultStream(self._device)
+        self._need_beginning(capture_error_mode, default_stream=self._stream == default)
         self._pool = _pool_id(pool if pool is not None and any(pool) else torch._C._graph_pool_handle())
         self._begun = True
         self._graph.capture_begin(pool=self._pool, capture_error_mode=capture_error_mode)
 
     def capture_end(self) -> None:
-        if torch._C._cuda_getCurrentStream(torch.cuda.current_device()) != self._stream:
-            raise RuntimeError("Capture must end on the same stream it began on.")
+        self._need_stream(torch._C._cuda_getCurrentStream(torch.cuda.current_device()))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             self._graph.capture_end()
@@ -91,13 +77,11 @@ class SimGraph:
             warnings.warn(text, warning.category, stacklevel=3)
 
     def reinstantiate_graph(self) -> None:
-        if not (self._template and self._executable):
-            raise RuntimeError("The graph_ and graph_exec_ musa have been created in the graph capture stage")
+        self._need_both()
         self._graph.instantiate()  # destroys the one before
 
     def replay(self) -> None:
-        if not self._executable:
-            raise RuntimeError("Called MUSAGraph::replay without a preceding successful capture.")
+        self._need_executable("replay")
         self._graph.replay()
 
     def reset(self) -> None:
@@ -112,18 +96,6 @@ class SimGraph:
                 _kept.setdefault(name, []).append(self._graph)
             self._graph = _CUDAGraph(keep_graph=True)
         self._begun = self._template = self._executable = False
-
-    def pool(self) -> PoolId:
-        if not self._executable:
-            raise RuntimeError("Called MUSAGraph::pool() without a preceding successful capture.")
-        return self._pool
-
-    def enable_debug_mode(self) -> None:
-        SimGraph._debug = True
-
-    def debug_dump(self, debug_path: str) -> None:
-        if SimGraph._debug:
-            raise NotImplementedError("musaGraphDebugDotPrint is not supported now!")
 
     def __del__(self) -> None:
         try:
