@@ -29,7 +29,7 @@ def test_captures_are_refused_as_a_driver_does(found: dict[str, Any]) -> None:
         assert "previous error during capture" in found[name], name
     assert "unjoined work" in found["unjoined"]
     assert "previous error during capture" in found["event from outside"]
-    assert "Unknown capture error mode" in found["unknown mode"]
+    assert "none of global, thread_local and relaxed" in found["unknown mode"]
     assert "The MUSA Graph is empty" in found["empty"]
     assert found["usable afterwards"] == ""
 
