@@ -42,25 +42,23 @@ def play_grouped(
     roles = RoleRanks(tp * len(jobs), ffn, tp)
     group, rings_of = _groups(jobs[0], roles, rank)
     with opened(rings_of, geometry(jobs[0], len(jobs), ffn)) if rings_of is not None else nullcontext() as rings:
-        if bound and rings is not None:
-            rings.set_bound(bound)
         if group is None:
             assert rings is not None
             first, last = rings.geometry.experts[rings.number : rings.number + 2]
             server = expert_server(rings, held(jobs[0], (first, last)), backend, serving(jobs[0]))
             if rank == victim:
                 _end(rings, "take")
+            _ready(bound, rings)
             return server.serve()
         job = jobs[rank // tp]
         tokens = job.run_options().most_rows
         with attending(job.config(), group, rings, tokens=tokens, carrier=job.carrier_on(backend)) as mine:
-            if bound:
-                mine.ranks._communicator.set_bound(bound)
             loaded = load_v4(job.source, backend, job.run_options(), ranks=mine.ranks, experts=mine.experts)
             runner = loaded.runner
             runner.prepare(runner.descriptors())
             if rank == victim:
                 _end(mine.experts, "begin_step")
+            _ready(bound, rings, mine.ranks._communicator)
             engine = Engine(runner)
             found = engine.run(job.requests)
             mine.finish()
@@ -69,6 +67,15 @@ def play_grouped(
             return Served(
                 [g.tokens for g in found], [g.finish for g in found], c.replayed, c.eager, loaded.weight_bytes
             )
+
+
+def _ready(bound: float, *waiting: Any) -> None:
+    """From here on waits have the bound; nobody is still loading, which can take longer on a busy machine."""
+    if bound:
+        distributed.barrier()
+        for one in waiting:
+            if one is not None:
+                one.set_bound(bound)
 
 
 def _end(owner: Any, name: str) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from halma.hal.collectives.group import Group
-from halma.hal.collectives.ring_board import Peers, open_boards
+from halma.hal.collectives.ring_board import LOOK_SECONDS, Peers, open_boards
 from halma.hal.collectives.rings import Rings
 from halma.hal.errors import RankError
 from halma.models.deepseek_v4.config import V4Config
@@ -29,7 +29,9 @@ from halma.models.deepseek_v4.program import Step, V4Model
 from halma.models.deepseek_v4.ranks import ManyRanks, divided
 from halma.models.deepseek_v4.weights import FfnWeights
 
-LAST_WORD: Final = 2.0
+LAST_WORD: Final = 10.0
+"""Seconds that a rank waits for what the first of its group is about to say; on a busy machine 2 were too few."""
+OWN_LOOK: Final = 2 * LOOK_SECONDS
 NAP: Final = 0.01
 
 
@@ -120,7 +122,7 @@ def attending(
         with divided(config, group, tokens=tokens, carrier=carrier) as ranks:
             yield Attending(ranks, GroupExperts(rings, peers, zeros), group, rings, peers)
     except RankError as error:
-        known = _known_better(peers, 0.0 if rings is not None else LAST_WORD)
+        known = _known_better(rings, peers)
         peers.leave(str(known or error))
         if known is not None:
             raise known from error
@@ -132,12 +134,15 @@ def attending(
         board.close()
 
 
-def _known_better(peers: Peers, seconds: float) -> RankError | None:
-    """What peers say of their end. A rank that waited for its group's first one in vain saw no more than that; the
-    first one may have waited as long for an FFN rank, and is about to say so."""
-    end = time.monotonic() + seconds
+def _known_better(rings: Rings | None, peers: Peers) -> RankError | None:
+    """Who is to blame, where this rank's error names another. A rank that waited for its group's first one in vain saw
+    no more than that; the first one may have waited as long for an FFN rank, and is about to say so. What it knows from
+    its rings is nearer to the cause than what ranks say that waited for it."""
+    end = time.monotonic() + (LAST_WORD if rings is None else OWN_LOOK)
     while True:
         try:
+            if rings is not None:
+                rings.poll()
             peers.check()
         except RankError as error:
             return error

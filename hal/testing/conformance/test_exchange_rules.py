@@ -240,7 +240,7 @@ def test_a_layout_that_cannot_be_used_is_refused(ranks: RankPools) -> None:
         "eager of a graph": "an eager dispatch cannot use it",
         "other graph": "this graph cannot use it",
         "fill of a graph": "an eager dispatch cannot fill it",
-        "fill stable": "declared stable",
+        "fill stable": "a kept layout: it cannot be filled",
         "stable of a graph": "cannot be declared stable",
         "free": "cannot be freed",
         "dtype": "float32[4, 256]",
@@ -253,6 +253,7 @@ def test_a_layout_that_cannot_be_used_is_refused(ranks: RankPools) -> None:
 
 
 @pytest.mark.invariant("C12")
+@pytest.mark.invariant("F2")
 def test_ranks_that_use_layouts_of_different_dispatches_are_told(all_ranks: RankPools) -> None:
     for text, forgotten, kept, after in all_ranks[2].run(kept_programs.other_layouts, all_ranks.backend):
         assert text.startswith("MISMATCH") and "by kept layout" in text

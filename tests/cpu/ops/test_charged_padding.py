@@ -27,6 +27,7 @@ FITS = {
 FILLS = ("nan", "+inf", "-inf", "huge", "stale")
 
 
+@pytest.mark.invariant("F3")
 @pytest.mark.invariant("F4")
 @pytest.mark.parametrize("route", ["reference", "host"])
 @settings(max_examples=15, deadline=None)

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from halma.hal.errors import RequestError
+from halma.hal.errors import RankError, RequestError
 from halma.hal.testing.ranks import Lost, RankPools
 from halma.models.deepseek_v4.engine import Request
+from halma.models.deepseek_v4.role_groups import _known_better
 from halma.models.deepseek_v4.role_ranks import RoleRanks
 from tests.role_group_processes import grouped_until, play_grouped
 from tests.role_processes import Job, Served, attend, prompts
 
 SECONDS = 300.0
-BOUND = 2.0
+BOUND = 4.0
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -77,6 +78,31 @@ def test_a_rank_that_dies_ends_its_group_with_its_name(all_ranks: RankPools, vic
     for rank in {0, 1, 2} - {victim}:
         said, _ = found[rank]
         assert said.startswith("RankError: ") and name in said and "ended without a word" in said, (rank, said)
+
+
+class Says:
+    """Rings or peers that know of ``what``, or of nothing."""
+
+    def __init__(self, what: str = "") -> None:
+        self.what = what
+
+    def poll(self) -> None:
+        if self.what:
+            raise RankError(self.what)
+
+    check = poll
+
+
+@pytest.mark.invariant("F16")
+def test_what_rings_know_goes_before_what_ranks_say_that_waited() -> None:
+    found: Any = _known_better(Says("FFN 0 ended"), Says("rank 1 left"))  # type: ignore[arg-type]
+    assert "FFN 0 ended" in str(found)
+
+
+@pytest.mark.invariant("F16", control=True)
+def test_where_rings_know_nothing_a_rank_of_the_group_is_named() -> None:
+    found: Any = _known_better(Says(), Says("rank 1 left"))  # type: ignore[arg-type]
+    assert "rank 1 left" in str(found) and _known_better(Says(), Says()) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("attention", "tp", "legal"), [(4, 3, "--tp 1, 2, 4"), (3, 2, "--tp 1, 3"), (2, 0, "1, 2")])
