@@ -53,6 +53,17 @@ def call(name: str, *args: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
+def launch(configuration: Any, function: Any, parameters: int) -> None:
+    """``cuLaunchKernelEx``, without what :func:`call` adds: it is made for every kernel of every eager step.
+
+    Raises:
+        DriverError: it failed.
+    """
+    (code,) = bindings().cuLaunchKernelEx(configuration, function, parameters, 0)
+    if code != 0:
+        raise DriverError("cuLaunchKernelEx", int(code), _text_of(code))
+
+
 def _text_of(code: Any) -> str:
     _, name = bindings().cuGetErrorName(code)
     _, text = bindings().cuGetErrorString(code)

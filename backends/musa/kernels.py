@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
-
-import numpy as np
 
 from halma.backends.musa import runtime
 from halma.backends.musa.device import MusaDevice, attribute
@@ -16,7 +13,7 @@ from halma.backends.musa.seam import Compiler, NoCompiler, toolchain
 from halma.backends.torch_device.device import ThreadState
 from halma.backends.torch_device.faults import translated
 from halma.backends.torch_device.kernel_cache import KernelCache, cache_directory, key_of
-from halma.backends.torch_device.launching import note_launch
+from halma.backends.torch_device.launching import Parameters, note_launch
 from halma.hal.backend import KernelSource, Stream
 from halma.hal.errors import CapabilityError, KernelError
 
@@ -56,6 +53,7 @@ class MusaKernels:
         """Shared memory that a block can have; a kernel's own and a launch's together."""
         self.cache = KernelCache(cache_directory("musa"), ".image")
         self._modules: dict[str, int] = {}
+        self._parameters = Parameters()
 
     @cached_property
     def _found(self) -> Compiler | str:
@@ -127,11 +125,10 @@ class MusaKernels:
         device = self._device
         handle = device.own_stream(stream).handle
         device.family.ensure_context(device.index)
-        values = [_value(arg) for arg in args]
-        places = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        packed = self._parameters.packed(args)
         try:
             runtime.call(
-                "muLaunchKernel", kernel.function, grid, 1, 1, block, 1, 1, shared_bytes, handle, places, None
+                "muLaunchKernel", kernel.function, grid, 1, 1, block, 1, 1, shared_bytes, handle, packed, None
             )  # fmt: skip
         except runtime.LibraryError as error:
             shown = translated(error, f"a launch of {kernel.name!r}")
@@ -144,12 +141,3 @@ class MusaKernels:
             ) from error
         if self._state.segment is not None:
             note_launch(kernel.name, grid, block, args)
-
-
-def _value(arg: Any) -> Any:
-    """An argument as the bytes of its parameter: an int has 8, scalars of ctypes and numpy their own."""
-    if isinstance(arg, int):
-        return ctypes.c_uint64(arg & (1 << 64) - 1)
-    if isinstance(arg, np.generic):
-        return ctypes.create_string_buffer(arg.tobytes(), arg.nbytes)
-    return arg

@@ -57,7 +57,7 @@ SIGNATURES: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "muFuncSetAttribute": (c_void_p, c_int, c_int),
         "muPointerGetAttribute": (c_void_p, c_int, c_void_p),
         "muLaunchKernel": (
-            c_void_p, *_UINT3, *_UINT3, c_uint, c_void_p, POINTER(c_void_p), POINTER(c_void_p),
+            c_void_p, *_UINT3, *_UINT3, c_uint, c_void_p, c_void_p, c_void_p,
         ),
     },
 }  # fmt: skip

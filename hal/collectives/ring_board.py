@@ -28,6 +28,8 @@ LEFT: Final = 2
 LOOK_SECONDS: Final = 0.2
 """Between two looks at whether peers' processes are there; a look takes about 20 us a peer."""
 NAP: Final = 0.001
+_MOST_VALUE: Final = 0xFFFFFFFF
+"""Of a header's word once its item's number is taken out: another number leaves a bit above."""
 
 
 class Board:
@@ -57,14 +59,14 @@ class Board:
         return up(SAYING_BYTES * ranks, 4096)
 
     def header(self, attention: int, sequence: int) -> RingItem | None:
-        """The header of item ``sequence`` of an attention rank, once it is all there. About 0.5 us where it is not."""
+        """The header of item ``sequence`` of an attention rank, once it is all there; 0.2 us where it is
+        not, 1 us where it is."""
         at = self._first + (attention * self._depth + sequence % self._depth) * (HEADER_BYTES // 8)
         if self._words[at] >> 32 != sequence:
             return None
-        words = self._words[at : at + len(HEADER_WORDS)].tolist()
-        if any(word >> 32 != sequence for word in words):
-            return None
-        return RingItem(attention, sequence, *(word & 0xFFFFFFFF for word in words))
+        number = sequence << 32
+        values = [word ^ number for word in self._words[at : at + len(HEADER_WORDS)].tolist()]
+        return None if max(values) > _MOST_VALUE else RingItem(attention, sequence, *values)
 
     def say(self, rank: int, state: int, text: str = "") -> None:
         """What ``rank``, this one, has to tell the board's owner."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
 from halma.hal.collectives.contract import ErrorRecord
 from halma.hal.collectives.ring_plan import RingPlan
@@ -46,9 +46,9 @@ class RingWait(IntEnum):
     """A peer's credit for a reply slot."""
 
 
-@dataclass(frozen=True)
-class RingItem:
-    """An item's header, as its receiver's host read it.
+class RingItem(NamedTuple):
+    """An item's header, as its receiver's host read it. A tuple, since one is made between a header's arrival and the
+    launch that it asks for: 0.3 us, a frozen dataclass of seven fields 1.4.
 
     Attributes:
         attention: number of the rank that sent it.

@@ -111,7 +111,8 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
     def _gather(self, seconds: float, expected: set[int]) -> tuple[dict[int, Any], dict[int, str]]:
-        """Results, and the stories of ranks without one. After a first story the others get a moment only."""
+        """Results, and the stories of ranks without one. After a first story the others get a moment only, and so do
+        ranks that may hang once all others are back."""
         results: dict[int, Any] = {}
         stories: dict[int, str] = {}
         end = time.monotonic() + seconds
@@ -124,9 +125,7 @@ class RankPool:
                 if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
                     self._take(rank, results, stories)
                     waiting.discard(rank)
-            if stories.keys() - expected:
-                end = min(end, time.monotonic() + ENDED_SECONDS)
-            if waiting <= expected and stories:
+            if stories.keys() - expected or waiting <= expected:
                 end = min(end, time.monotonic() + ENDED_SECONDS)
         for rank in waiting:
             stories[rank] = f"rank {rank} did not come back within {seconds:g} s"

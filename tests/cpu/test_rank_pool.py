@@ -48,6 +48,14 @@ def test_a_rank_that_hangs_is_named_within_the_bound() -> None:
     pool.close()
 
 
+def test_a_rank_that_may_hang_is_not_waited_for_once_the_others_are_back() -> None:
+    pool = RankPool(2)
+    began = time.monotonic()
+    found = pool.run(time.sleep, each=[(0.0,), (3600.0,)], seconds=600.0, lost=[1])
+    assert found[0] is None and isinstance(found[1], Lost) and time.monotonic() - began < 300
+    pool.close()
+
+
 def _end(status: int) -> str:
     if status:
         os._exit(status)

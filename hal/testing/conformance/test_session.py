@@ -176,11 +176,11 @@ def test_scratch_persistent_scratch_leaves_memory_where_it_was(able: Backend, to
     cycle(able, toy, "scratch")
     before = live_bytes(able)
     seen: list[int] = []
-    for _ in range(10):
+    for _ in range(4):
         held = [cycle(able, toy, kind) for kind in ("scratch", "persistent", "scratch")]
         assert len(set(held)) == 1
         seen.append(live_bytes(able))
-    assert seen == [before] * 10
+    assert seen == [before] * 4
 
 
 @pytest.mark.invariant("G19", control=True)
