@@ -9,7 +9,7 @@ from halma.backends.simt.sources import Target, text_of
 from halma.hal.backend import KernelSource
 from halma.hal.errors import KernelError
 
-HEADERS: Final = ("dialect.h", "dialect_musa.h", "matrix.h", "matrix_musa.h", "rounding.h")
+HEADERS: Final = ("dialect.h", "dialect_musa.h", "matrix.h", "matrix_musa.h", "rounding.h", "expert_items.h")
 BITS: Final = {"plain": 16, "fp8_block128": 8, "fp4_block32": 4}
 """Bits of a weight by its format; plain ones are bf16."""
 FRAGMENT_LANES: Final = 32

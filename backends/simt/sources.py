@@ -24,10 +24,14 @@ HEADERS: Final = (
     "dialect.h",
     "dialect_musa.h",
     "channel.h",
+    "payload.h",
     "numbers.h",
     "push.h",
     "chunks.h",
     "norm.h",
+    "streams.h",
+    "ring.h",
+    "ring_serve.h",
     "exchange.h",
     "exchange_send.h",
     "exchange_sort.h",
@@ -94,7 +98,7 @@ RING_FIELDS: Final = (
     "item",
     "totals",
 )
-"""Names of ``RingField`` in ring.cu, in its order."""
+"""Names of ``RingField`` in ring.h, in its order."""
 COLLECTED: Final = (
     ("bfloat16", "bfloat16"),
     ("float16", "float16"),

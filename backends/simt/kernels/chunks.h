@@ -1,6 +1,6 @@
 // Plain payload with a flag a chunk: release and acquire, pushed (CHUNKS).
 #pragma once
-#include "channel.h"
+#include "payload.h"
 
 enum Phase { PHASE_SCATTER, PHASE_GATHER };
 

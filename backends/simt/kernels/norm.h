@@ -3,7 +3,7 @@
 // or norm_out in e4m3fn with a power-of-two scale a group of 128 of the rounded norm. Products and sums are written out
 // one by one, so that no compiler fuses them in one kernel and not in another.
 #pragma once
-#include "channel.h"
+#include "payload.h"
 #include "numbers.h"
 
 struct Norm {

@@ -1,6 +1,6 @@
 // One-shot push, both wire formats: what a thread sends, and what it waits for.
 #pragma once
-#include "channel.h"
+#include "payload.h"
 #include "numbers.h"
 
 // Units of 16 bytes that a thread keeps in flight while it polls: all peers' words of all of them are loaded before

@@ -1,7 +1,7 @@
 // Staged collectives: a rank's message lies in its own memory and peers pull it after a flag. Nothing is assumed of
 // the atomicity or order of stores to a peer: flags go by atomic exchange behind a system fence by every thread that
 // stored, and the block's barrier.
-#include "channel.h"
+#include "payload.h"
 #include "numbers.h"
 
 enum Phase { PHASE_MESSAGE, PHASE_SUM };

@@ -244,7 +244,7 @@ def test_the_sites_fields_are_those_of_the_header() -> None:
 
 
 def test_the_rings_fields_are_those_of_the_kernels() -> None:
-    listed = re.search(r"enum RingField \{(.*?)RING_FIELDS", code(KERNELS["ring.cu"]), re.DOTALL)
+    listed = re.search(r"enum RingField \{(.*?)RING_FIELDS", code(KERNELS["ring.h"]), re.DOTALL)
     assert listed is not None
     assert [name.strip().removeprefix("RING_").lower() for name in listed[1].split(",")][:-1] == list(RING_FIELDS)
 
