@@ -12,267 +12,15 @@ import argparse
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
+
+from benchmarks.capture_probes import Row, capturing, probe, probes, said
 
 SECONDS = 120
 PROCESSES = 6
-_probes: dict[int, tuple[str, Callable[[], list[str]], Callable[..., Iterator[tuple[str, str]]]]] = {}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One answer."""
-
-    probe: int
-    question: str
-    case: str
-    answer: str
-
-
-def probe(number: int, question: str, cases: Callable[[], list[str]] = lambda: [""]) -> Callable[[Any], Any]:
-    """Register a generator of (case, answer); with ``cases`` it is called with each, in a process of its own."""
-
-    def wrap(function: Any) -> Any:
-        _probes[number] = (question, cases, function)
-        return function
-
-    return wrap
-
-
-def said(error: BaseException) -> str:
-    """Class, code where there is one, and the first line."""
-    code = getattr(error, "error_code", None)
-    return f"{type(error).__name__}{f' [{code}]' if code is not None else ''}: {str(error).splitlines()[0][:150]}"
-
-
-@contextmanager
-def capturing(mode: str = "thread_local", **options: Any) -> Iterator[Any]:
-    """A capture on a side stream; ended whatever happens inside."""
-    import torch
-
-    graph, stream = torch.cuda.CUDAGraph(**options), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode=mode)
-        yield graph
-
-
-def attempt(work: Callable[[Any], object], mode: str = "thread_local") -> Iterator[tuple[str, str]]:
-    """What ``work`` raises inside a capture, what the end raises, and whether the process is usable after both."""
-    import torch
-
-    x = torch.ones(4, device="cuda")
-    inside = end = "nothing raised"
-    with capturing(mode) as graph:
-        x.add_(1.0)
-        try:
-            work(x)
-        except Exception as error:
-            inside = said(error)
-        try:
-            graph.capture_end()
-        except Exception as error:
-            end = said(error)
-    yield "inside", inside
-    yield "end", end
-    yield "afterwards", usable()
-
-
-def usable() -> str:
-    """Whether eager work, another capture and a large allocation still work."""
-    import torch
-
-    try:
-        torch.cuda.synchronize()
-        y = torch.zeros(4, device="cuda")
-        with capturing() as graph:
-            y.add_(1.0)
-            graph.capture_end()
-        graph.replay()
-        torch.empty(64 << 20, dtype=torch.uint8, device="cuda").fill_(1)
-        return "usable" if float(y[0]) == 1.0 else f"usable, wrong result {y.tolist()}"
-    except Exception as error:
-        return f"broken: {said(error)}"
-
-
-ILLEGAL: dict[str, Callable[[Any], object]] = {}
-
-
-def illegal(name: str) -> Callable[[Any], Any]:
-    def wrap(function: Any) -> Any:
-        ILLEGAL[name] = function
-        return function
-
-    return wrap
-
-
-@illegal("item")
-def _item(x: Any) -> object:
-    return x[0].item()
-
-
-@illegal("pageable copy to the device")
-def _pageable(x: Any) -> object:
-    import torch
-
-    return x.copy_(torch.ones(4))
-
-
-@illegal("unjoined fork")
-def _unjoined(x: Any) -> None:
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.mul_(2.0)
-
-
-@illegal("begin twice on one stream")
-def _twice(x: Any) -> None:
-    import torch
-
-    torch.cuda.CUDAGraph().capture_begin(capture_error_mode="thread_local")
-
-
-@illegal("device synchronize")
-def _synchronize(x: Any) -> None:
-    import torch
-
-    torch.cuda.synchronize()
-
-
-@illegal("a large allocation")
-def _allocation(x: Any) -> object:
-    import torch
-
-    return torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-
-
-@illegal("an allocation that cannot be had")
-def _exhausted(x: Any) -> object:
-    import torch
-
-    return torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
-
-
-@illegal("loading a module")
-def _module(x: Any) -> object:
-    import torch
-
-    return torch.linalg.inv(x.expand(4, 4) + torch.eye(4, device="cuda"))
-
-
-@illegal("waiting for an event of before")
-def _old_event(x: Any) -> None:
-    import torch
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        event = torch.cuda.Event()
-        event.record()
-    torch.cuda.current_stream().wait_event(event)
-
-
-@illegal("destroying another graph")
-def _destroy(x: Any) -> None:
-    others.clear()
-
-
-others: list[Any] = []
-"""Graphs captured before the capture of a case."""
-
-
-def in_thread(work: Callable[[], object]) -> str:
-    """What ``work`` raises on another thread."""
-    answer = ["nothing raised"]
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:
-            answer[0] = said(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return answer[0]
-
-
-MODES = ("global", "thread_local", "relaxed")
-
-
-def error_cases() -> list[str]:
-    """The cases of probe 1."""
-    more = ["default stream", "end on another thread", "event across an end"]
-    return [*ILLEGAL, *more, *(f"event query of another thread, {mode}" for mode in MODES)]
-
-
-@probe(1, "what illegal work in a capture raises, where, and what is usable afterwards", error_cases)
-def one_error(name: str) -> Iterator[tuple[str, str]]:
-    """One case of probe 1, in a process of its own."""
-    import torch
-
-    if name == "destroying another graph":
-        with capturing() as other:
-            torch.ones(4, device="cuda").add_(1.0)
-            other.capture_end()
-        others.append(other)
-        del other
-    if name in ILLEGAL:
-        yield from ((f"{name}: {where}", answer) for where, answer in attempt(ILLEGAL[name]))
-    elif name == "default stream":
-        try:
-            torch.cuda.CUDAGraph().capture_begin()
-            yield name, "nothing raised"
-        except Exception as error:
-            yield name, f"{said(error)}; {usable()}"
-    elif name == "end on another thread":
-        with capturing() as graph:
-            torch.ones(4, device="cuda")
-
-            def end() -> None:
-                with torch.cuda.stream(graph_stream):
-                    graph.capture_end()
-
-            graph_stream = torch.cuda.current_stream()
-            yield name, in_thread(end)
-    elif name == "event across an end":
-        event, x = torch.cuda.Event(), torch.ones(4, device="cuda")
-        with capturing() as graph:
-            x.add_(1.0)
-            event.record()
-            graph.capture_end()
-        for case, use in (
-            ("query", event.query),
-            ("eager wait", lambda: torch.cuda.current_stream().wait_event(event)),
-        ):
-            try:
-                use()
-                yield f"{name}: {case}", "nothing raised"
-            except Exception as error:
-                yield f"{name}: {case}", said(error)
-        yield from ((f"{name}: wait in the next capture, {where}", answer) for where, answer in attempt(
-            lambda _: torch.cuda.current_stream().wait_event(event)))  # fmt: skip
-    else:
-        mode = name.rpartition(" ")[2]
-        event = torch.cuda.Event()
-        event.record()
-        torch.cuda.synchronize()
-        yield from ((f"{name}: {where}", answer) for where, answer in attempt(
-            lambda _: queried(event), mode))  # fmt: skip
-
-
-def queried(event: Any) -> None:
-    """Query on another thread; raised here if it raised there."""
-    answer = in_thread(event.query)
-    if answer != "nothing raised":
-        raise RuntimeError(f"on the other thread: {answer}")
-
 
 @probe(2, "end, eager work, begin on one stream with a shared pool; and a bare end and begin; 3 replays each")
 def segments() -> Iterator[tuple[str, str]]:
@@ -544,19 +292,19 @@ def main() -> int:
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child is not None:
-        function = _probes[given.child][2]
+        function = probes[given.child][2]
         for answer in function(given.case) if given.case else function():
             print(json.dumps(answer), flush=True)
         return 0
-    wanted = [int(part) for part in given.only.split(",") if part] or sorted(_probes)
-    jobs = [(number, case) for number in wanted for case in _probes[number][1]()]
+    wanted = [int(part) for part in given.only.split(",") if part] or sorted(probes)
+    jobs = [(number, case) for number in wanted for case in probes[number][1]()]
     with ThreadPoolExecutor(PROCESSES) as pool:
         waiting = {job: pool.submit(child, *job) for job in jobs if job[0] not in ALONE}
         answers = {job: future.result() for job, future in waiting.items()}
     answers |= {job: child(*job) for job in jobs if job[0] in ALONE}
     rows: list[Row] = []
     for number in wanted:
-        question = _probes[number][0]
+        question = probes[number][0]
         found = [pair for job in jobs if job[0] == number for pair in answers[job]]
         rows += [Row(number, question, case, answer) for case, answer in found]
         if not given.json:
