@@ -349,7 +349,7 @@ class CollectivePart(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """A device family, ready to use."""
+    """A device family, ready to use. It may have ``headroom`` too: see :class:`halma.hal.policy.Headroom`."""
 
     @property
     def name(self) -> str: ...

@@ -26,7 +26,7 @@ class Decision:
     """A choice.
 
     Args:
-        kind: ``backend``, ``op``, ``graph``, ``collective`` or ``drafts``.
+        kind: ``backend``, ``op``, ``graph``, ``collective``, ``memory`` or ``drafts``.
         subject: what was decided about: an op's name, a descriptor.
         chosen: the winner's name.
         candidates: all that were looked at, in order.

@@ -7,11 +7,12 @@ values that it is for. The first field that differs, or is not known, refuses it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from halma.hal.decisions import Candidate, Decision
 from halma.hal.routes import Call, Requirement
 
 Facts = Mapping[str, Any]
@@ -59,6 +60,58 @@ class Guard:
     def names(self) -> tuple[str, ...]:
         """The facts that it looks at."""
         return tuple(name for name, _ in self.wanted)
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """Device memory that must stay free beside everything that a program plans, for what its kernels take as they run.
+
+    A backend says what its programs need in an attribute ``headroom``, a sequence of these; one without it needs none.
+
+    Args:
+        name: what for.
+        guard: the programs that need it.
+        need: most tokens of a step -> bytes.
+    """
+
+    name: str
+    guard: Guard
+    need: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one :class:`Headroom` comes to for a program: its bytes, or 0 with the reason why it needs none."""
+
+    name: str
+    nbytes: int
+    reason: str
+
+    def decision(self) -> Decision:
+        """For reports."""
+        chosen = "kept free" if self.nbytes else "nothing"
+        other = "for another program" if self.nbytes else self.reason
+        return Decision(
+            "memory",
+            self.name,
+            chosen,
+            (
+                Candidate("kept free", bool(self.nbytes), self.reason),
+                Candidate("nothing", not self.nbytes, other),
+            ),
+        )
+
+
+def headroom_for(backend: object, facts: Facts, tokens: int) -> tuple[Kept, ...]:
+    """What ``backend`` wants kept free for a program of ``facts`` whose largest step has ``tokens`` tokens."""
+    wanted: tuple[Headroom, ...] = tuple(getattr(backend, "headroom", ()))
+    found: list[Kept] = []
+    for one in wanted:
+        refusal = one.guard.refusal(facts)
+        nbytes = 0 if refusal is not None else one.need(tokens)
+        source = f"; {one.guard.source}" if one.guard.source else ""
+        found.append(Kept(one.name, nbytes, refusal or f"{nbytes:,} bytes for steps of {tokens} tokens{source}"))
+    return tuple(found)
 
 
 def guarded(guard: Guard) -> Requirement:

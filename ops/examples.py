@@ -22,6 +22,10 @@ ROUNDED = 5e-2
 """Tolerance where activations are rounded: another order of summation moves a value across a rounding step."""
 
 
+CODE = 7e-2
+"""Tolerance of e4m3 codes, relative to the largest: one place of the largest code, 32 of 448."""
+
+
 # -- rows -----------------------------------------------------------------------------------------------
 
 
@@ -114,6 +118,27 @@ def _linear() -> list[OpExample]:
         example("linear", "odd sizes", odd, by_row=(0,)),
         example("linear", "rounded input", rounding, by_row=(0,), tolerance=ROUNDED),
         example("linear", "fp8 weight, rounded input", quantised, by_row=(0,), tolerance=ROUNDED),
+    ]
+
+
+@examples("linear_fp8")
+def _linear_fp8() -> list[OpExample]:
+    def build(rows_: int, width: int, packed: bool) -> Any:
+        def make(draw: Draw, rows: int) -> Arguments:
+            codes = draw.normal(rows, width, scale=100.0).to(torch.float8_e4m3fn)
+            scales = 2.0 ** (draw.ids(rows, -(-width // 128), below=6).float() - 9.0)
+            values = draw.normal(rows_, width, scale=0.1)
+            if not packed:
+                return codes, scales, Weight(values, activation="fp8"), torch.float32
+            powers = draw.ids(-(-rows_ // 128), -(-width // 128), below=4).add_(120).to(torch.uint8)
+            blocks = powers.view(torch.float8_e8m0fnu)
+            return codes, scales, Weight(values.to(torch.float8_e4m3fn), blocks, "fp8_block128", "fp8"), torch.bfloat16
+
+        return make
+
+    return [
+        example("linear_fp8", "fp32 weight, a shorter last group", build(40, 200, False), by_row=(0, 1), scales=()),
+        example("linear_fp8", "fp8 weight into bf16", build(144, 256, True), by_row=(0, 1), tolerance=8e-3, scales=()),
     ]
 
 
@@ -250,6 +275,18 @@ def _swiglu() -> list[OpExample]:
         example("swiglu", "clamped", build(64, torch.float32), by_row=(0,)),
         example("swiglu", "odd width", build(13, torch.float32), by_row=(0,)),
         example("swiglu", "bf16", build(64, torch.bfloat16), by_row=(0,), tolerance=8e-3),
+    ]
+
+
+@examples("swiglu_fp8")
+def _swiglu_fp8() -> list[OpExample]:
+    def build(width: int, dtype: torch.dtype) -> Any:
+        return lambda draw, rows: (draw.normal(rows, 2 * width, scale=3.0, dtype=dtype), 2.0)
+
+    return [
+        example("swiglu_fp8", "two groups", build(256, torch.float32), by_row=(0,), tolerance=CODE),
+        example("swiglu_fp8", "a group and a shorter one", build(130, torch.float32), by_row=(0,), tolerance=CODE),
+        example("swiglu_fp8", "bf16", build(128, torch.bfloat16), by_row=(0,), tolerance=CODE),
     ]
 
 

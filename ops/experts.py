@@ -9,7 +9,15 @@ import torch
 from halma.hal.dispatch import Spec, op
 from halma.hal.workspace import Workspace
 from halma.ops.linear import ROW_ALIGNMENT, aligned_rows
-from halma.ops.quant import accumulator, decode_weight, round_fp8_blocks, widened
+from halma.ops.quant import (
+    E4M3_FLOOR,
+    E4M3_LIMIT,
+    accumulator,
+    decode_weight,
+    round_fp8_blocks,
+    scaled,
+    widened,
+)
 from halma.ops.weight import FP8_BLOCK, PLAIN, Weight
 from halma.ops.weight_table import WeightTable
 
@@ -41,6 +49,10 @@ def swiglu(gate_up: torch.Tensor, limit: float, *, out: torch.Tensor, ws: Worksp
         limit: ``swiglu_limit``; applied to both halves before the product.
         out: [M, I] C; computed in acc, one cast at the end.
     """
+    _gated(gate_up, limit, out, ws)
+
+
+def _gated(gate_up: torch.Tensor, limit: float, out: torch.Tensor, ws: Workspace) -> None:
     acc = accumulator(out.dtype)
     scratch = ws.take(tuple(out.shape), acc)
     wide = widened(gate_up, ws)
@@ -49,6 +61,28 @@ def swiglu(gate_up: torch.Tensor, limit: float, *, out: torch.Tensor, ws: Worksp
     swiglu_rows(gate, up, limit, result, scratch)
     if result is not out:
         out.copy_(result)
+
+
+def _rounded_outputs(gate_up: torch.Tensor, limit: float) -> tuple[Spec, Spec]:
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    return Spec((rows, inner), torch.float8_e4m3fn), Spec((rows, -(-inner // FP8_BLOCK)), torch.float32)
+
+
+@op("swiglu_fp8", out=_rounded_outputs)
+def swiglu_fp8(gate_up: torch.Tensor, limit: float, *, out: tuple[torch.Tensor, torch.Tensor], ws: Workspace) -> None:
+    """``swiglu``, rounded as the product behind it rounds its input: to the bit that of ``swiglu`` and that rounding.
+
+    So the activation is cast to the carrier first, once, and its e4m3 code is that of the cast.
+
+    Args:
+        gate_up, limit: as for ``swiglu``.
+        out: codes [M, I] e4m3, and scales [M, ceil(I/128)] fp32: powers of two, a row's beside one another.
+    """
+    codes, scales = out
+    active = ws.take(tuple(codes.shape), gate_up.dtype)
+    _gated(gate_up, limit, active, ws)
+    values, _ = scaled(active, FP8_BLOCK, E4M3_LIMIT, E4M3_FLOOR, ws, scales)
+    codes.copy_(values)
 
 
 def sum_of_choices(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from halma.hal.dispatch import Spec, op
 from halma.hal.errors import DispatchError
 from halma.hal.graph.current import one_time_work
 from halma.hal.workspace import Workspace
-from halma.ops.quant import accumulator, decode_weight, round_fp8_blocks
+from halma.ops.quant import accumulator, decode_weight, round_fp8_blocks, unscale
 from halma.ops.weight import FP8_BLOCK, PLAIN, Weight
 
 ROW_ALIGNMENT = 64
@@ -47,6 +47,44 @@ def linear(
         DispatchError: x and weight do not contract, or the weight is a stack of experts (found when planning).
     """
     product(x, weight, out, ws)
+
+
+def _rounded_output(codes: torch.Tensor, scales: torch.Tensor, weight: Weight, dtype: torch.dtype) -> Spec:
+    if weight.activation is None:
+        raise DispatchError(
+            "linear_fp8: this product does not round its input",
+            found=repr(weight),
+            do="linear, with the input as it is",
+        )
+    blocks = (codes.shape[0], -(-codes.shape[-1] // FP8_BLOCK))
+    if len(weight.shape) != 2 or codes.dim() != 2 or codes.shape[1] != weight.shape[1] or scales.shape != blocks:
+        raise DispatchError(
+            "linear_fp8: these shapes do not contract",
+            asked=f"{list(codes.shape)} with scales {list(scales.shape)} . {list(weight.shape)}",
+            do="give [M, K], scales [M, ceil(K/128)] and [N, K]",
+        )
+    return Spec((codes.shape[0], weight.shape[0]), dtype)
+
+
+@op("linear_fp8", out=_rounded_output)
+def linear_fp8(
+    codes: torch.Tensor, scales: torch.Tensor, weight: Weight, dtype: torch.dtype, *, out: torch.Tensor, ws: Workspace
+) -> None:
+    """``linear`` whose input was rounded before: to the bit what it gives for the unrounded input of that rounding.
+
+    Args:
+        codes: [M, K] e4m3.
+        scales: [M, ceil(K/128)] fp32, powers of two; a row's beside one another, a group of 128 channels each.
+        weight: [N, K] with ``activation``: a product that rounds its input.
+        dtype: the carrier's, and the result's.
+
+    Raises:
+        DispatchError: they do not contract, or the product rounds nothing (found when planning).
+    """
+    x = aligned_rows(codes.shape, accumulator(dtype), ws)
+    x.copy_(codes)
+    unscale(x, scales, FP8_BLOCK, x, ws)
+    _accumulated(x, weight, out, ws)
 
 
 def _grouped_output(x: torch.Tensor, weight: Weight) -> Spec:
@@ -93,6 +131,12 @@ def product(x: torch.Tensor, weight: Weight, out: torch.Tensor, ws: Workspace) -
         x = wide
     elif x.dtype != dtype:
         x = aligned_rows(x.shape, dtype, ws).copy_(x)
+    _accumulated(x, weight, out, ws)
+
+
+def _accumulated(x: torch.Tensor, weight: Weight, out: torch.Tensor, ws: Workspace) -> None:
+    """x [M, K] in the accumulator type, as it is, . weight [N, K] -> out [M, N] of any dtype."""
+    dtype = x.dtype
     result = out if out.dtype == dtype else ws.take(out.shape, dtype)
     if weight.format == PLAIN and weight.data.dtype == dtype:
         row_product(x, weight.data, result, ws)

@@ -102,11 +102,17 @@ def round_kv_rows(x: torch.Tensor, tail: int, out: torch.Tensor, ws: Workspace) 
     out[..., head:].copy_(rope)
 
 
-def scaled(x: torch.Tensor, block: int, limit: float, floor: float, ws: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [.., K] -> (x / scale, in scratch and in the accumulator type; scales [.., ceil(K/block)], fp32)."""
+def scaled(
+    x: torch.Tensor, block: int, limit: float, floor: float, ws: Workspace, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [.., K] -> (x / scale, in scratch and in the accumulator type; scales [.., ceil(K/block)], fp32).
+
+    The scales go to ``scales`` where it is given, else to scratch.
+    """
     x = widened(x, ws)
     values = ws.take(x.shape, x.dtype)
-    scales = ws.take((*x.shape[:-1], -(-x.shape[-1] // block)), torch.float32)
+    if scales is None:
+        scales = ws.take((*x.shape[:-1], -(-x.shape[-1] // block)), torch.float32)
     largest = scales if x.dtype == torch.float32 else ws.take(scales.shape, x.dtype)
     for _, _, part, first in _parts(x, block):  # the infinity norm is amax of |x| in one call
         torch.linalg.vector_norm(part, float("inf"), -1, out=largest[..., first : first + part.shape[-2]])

@@ -25,6 +25,7 @@ _HOST = (
     ("compressor_insert", "host", "compressor", "compressor_insert", "plain_values"),
     ("compressor_pool", "host", "compressor", "compressor_pool", None),
     ("swiglu", "host", "experts", "swiglu", "fp32_or_fp64"),
+    ("swiglu_fp8", "host", "experts", "swiglu_fp8", "fp32_or_fp64"),
     ("expert_layout", "host", "grouped", "expert_layout", None),
     ("grouped_ffn", "rows", "grouped", "grouped_rows", "plain_in_weights_dtype"),
     ("expert_ffn", "rows", "experts", "expert_rows", "plain_in_accumulator"),

@@ -14,6 +14,7 @@ from halma.backends.musa.memory import RuntimeMemory
 from halma.backends.musa.needs import no_triton, triton_target
 from halma.backends.musa.seam import toolchain, torch_musa
 from halma.backends.musa.trials import MusaTrials, choose_mode
+from halma.backends.musa.v4_policy import HEADROOM
 from halma.backends.torch_device.collectives import TorchCollectives
 from halma.backends.torch_device.device import ThreadState
 from halma.backends.torch_device.graphs import TorchGraphs
@@ -31,6 +32,7 @@ class MusaBackend:
     """
 
     name = "musa"
+    headroom = HEADROOM
 
     def __init__(self, index: int | None = None, *, graph_capture: bool = True) -> None:
         tools = toolchain()

@@ -12,7 +12,7 @@ from typing import Final
 from halma.backends.simt.gemv_tiles import S5000
 from halma.hal.arena.plan import SLOT_LIMIT, ArenaPlan, plan_slots
 from halma.hal.graph.descriptor import Descriptor
-from halma.hal.policy import Guard, OneOf
+from halma.hal.policy import Guard, Headroom, OneOf
 
 _PROFILE: Final = "reported by vllm-musa: MooreThreads/vllm-musa vllm_musa/runtime_plan/profiles/deepseek_v4.json"
 
@@ -46,8 +46,22 @@ IDENTITY: Final = Guard(
 DEVICE: Final = Guard((("device.arch", "mp_31"), ("device.multiprocessors", OneOf(S5000))), _PROFILE)
 """The S5000 parts."""
 
-ROUTES: Final = IDENTITY.and_also(DEVICE)
-"""What the guarded routes are for."""
+EXECUTION: Final = Guard(
+    (
+        ("execution.tensor_parallel", 8),
+        ("execution.experts", "own"),
+        ("execution.cache", "kv_fp8"),
+        ("execution.decode", "captured"),
+        ("execution.prefill", "eager"),
+    ),
+    _PROFILE,
+)
+"""How the model was run when it was calibrated, where halma could run it otherwise: eight ranks that share every
+matrix, the packed cache of 584 bytes a row, whole decode steps as graphs and prefill as none. The profile's further
+fields (one pipeline stage, no compile mode) have nothing here that could differ."""
+
+ROUTES: Final = IDENTITY.and_also(EXECUTION).and_also(DEVICE)
+"""What the guarded routes are for: tiles and launches were chosen for an eighth of each matrix."""
 
 # -- MTP: the seven steps that are captured, and the two known outcomes -----------------------------------------
 
@@ -110,10 +124,16 @@ def prefill_headroom(tokens: int, *, heads: int = 64, head_dim: int = 512, arena
     return tokens * heads * head_dim * 2 + arena_bytes
 
 
+HEADROOM: Final = (Headroom("sparse prefill", ROUTES, prefill_headroom),)
+"""What the backend wants free beside weights, state and workspace. The collectives' arena is made before all of these,
+so free memory is without it and it is not counted once more."""
+
 NOT_HERE: Final = {
-    "fp8 group scales beside the output of SwiGLU": "needs an op of both; linear rounds its own input in one launch",
-    "inverse rotation with fp8 output in chunks of 128": "grouped_linear takes its input unrounded, as published",
+    "inverse rotation with fp8 output in chunks of 128": "the rotation ends before grouped_linear, which takes its "
+    "input unrounded, as published: an op of both with fp8 output would take the chunks; rope turns 64 of 512 "
+    "channels, all pairs side by side, and has nothing to cut",
     "sparse prefill into the caller's buffer": "every op writes to the buffer that its caller gave",
-    "contiguous fp32 scales by group": "scales of rounded rows are contiguous by row everywhere",
+    "rounding inside SwiGLU after sigmoid, silu and product": "swiglu_fp8 rounds once, as the published model and the "
+    "pair that it stands for do; a NaN stays a NaN and is no least number",
 }
 """Other options of that profile, and why no route here carries their guard."""

@@ -17,7 +17,9 @@ OPS: Final = {
     # op: function, requirement
     "linear": ("linear_route", "fits_linear"),
     "grouped_linear": ("grouped_route", "fits_grouped"),
+    "linear_fp8": ("linear_fp8_route", "fits_linear_fp8"),
     "swiglu": ("swiglu_route", "fits_swiglu"),
+    "swiglu_fp8": ("swiglu_fp8_route", "fits_swiglu_fp8"),
     "rope": ("rope_route", "fits_rope"),
 }
 

@@ -11,9 +11,12 @@ from halma.hal.backend import KernelSource
 HEADERS: Final = ("dialect.h", "dialect_musa.h", "rounding.h")
 ENTRIES: Final = (
     *(f"gemv_{tile}" for tile in TILES),
+    *(f"gemv_codes_{tile}" for tile in TILES),
     "quantise_bfloat16",
     "quantise_float32",
     "swiglu_bfloat16",
+    "swiglu_fp8_bfloat16",
+    "swiglu_fp8_float16",
     "rotate_bfloat16",
 )
 

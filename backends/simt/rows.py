@@ -55,6 +55,13 @@ def fits_linear(call: Call) -> str | None:
     return _fits_weight(weight, x.shape[0])
 
 
+def fits_linear_fp8(call: Call) -> str | None:
+    """Requirement of ``linear_fp8``."""
+    if call["dtype"] not in (torch.bfloat16, torch.float32):
+        return f"the result is {_short(call['dtype'])}, it writes bfloat16 or float32"
+    return _fits_weight(call["weight"], call["codes"].shape[0])
+
+
 def fits_grouped(call: Call) -> str | None:
     """Requirement of ``grouped_linear``."""
     x, weight = call["x"], call["weight"]
@@ -70,6 +77,15 @@ def fits_swiglu(call: Call) -> str | None:
     """Requirement of ``swiglu``."""
     dtype = call["gate_up"].dtype
     return None if dtype is torch.bfloat16 else f"gate_up is {_short(dtype)}, it reads bfloat16"
+
+
+def fits_swiglu_fp8(call: Call) -> str | None:
+    """Requirement of ``swiglu_fp8``."""
+    gate_up = call["gate_up"]
+    if gate_up.dtype not in (torch.bfloat16, torch.float16):
+        return f"gate_up is {_short(gate_up.dtype)}, it reads bfloat16 or float16"
+    inner = gate_up.shape[1] // 2
+    return f"rows of {inner} channels, which is no multiple of {_BLOCK}" if inner % _BLOCK else None
 
 
 def fits_rope(call: Call) -> str | None:
@@ -102,6 +118,17 @@ class RowKernels:
         blocks = -(-lines // int(tile.partition("x")[0]))
         return self._launch(f"gemv_{tile}", blocks, args, (x, weight, out))
 
+    def product_of_codes(
+        self, codes: torch.Tensor, scales: torch.Tensor, weight: Any, out: torch.Tensor
+    ) -> Callable[[], None]:
+        """codes [M, K] e4m3 with scales [M, K/128] fp32, weight [N, K] e4m3 -> out [M, N] bf16 or fp32."""
+        rows, (n, k) = codes.shape[0], weight.shape
+        tile, _ = tile_of(self._arch, self._processors, n, k, rows)
+        args = [weight.data.data_ptr(), weight.scales.data_ptr(), codes.data_ptr(), scales.data_ptr(), out.data_ptr()]
+        args += [n | k << 32, rows, int(out.dtype is torch.float32)]
+        blocks = -(-n // int(tile.partition("x")[0]))
+        return self._launch(f"gemv_codes_{tile}", blocks, args, (codes, scales, weight, out))
+
     def quantised(self, x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
         """x [M, K] -> out bf16: what a product that rounds its input multiplies, exact in bf16."""
         count = x.numel() // _BLOCK
@@ -111,9 +138,17 @@ class RowKernels:
     def swiglu(self, gate_up: torch.Tensor, limit: float, out: torch.Tensor) -> Callable[[], None]:
         """See the op."""
         rows, inner = out.shape
-        bits = struct.unpack("<I", struct.pack("<f", limit))[0]
-        args = [gate_up.data_ptr(), out.data_ptr(), inner, rows, bits]
+        args = [gate_up.data_ptr(), out.data_ptr(), inner, rows, _bits(limit)]
         return self._launch("swiglu_bfloat16", self._waves(-(-out.numel() // _THREADS)), args, (gate_up, out))
+
+    def swiglu_codes(
+        self, gate_up: torch.Tensor, limit: float, codes: torch.Tensor, scales: torch.Tensor
+    ) -> Callable[[], None]:
+        """See the op ``swiglu_fp8``."""
+        rows, inner = codes.shape
+        args = [gate_up.data_ptr(), codes.data_ptr(), scales.data_ptr(), inner, rows, _bits(limit)]
+        name = f"swiglu_fp8_{_short(gate_up.dtype)}"
+        return self._launch(name, self._waves(-(-scales.numel() // _GROUPS)), args, (gate_up, codes, scales))
 
     def rotated(self, x: torch.Tensor, angles: torch.Tensor, inverse: bool) -> Callable[[], None]:
         """See the op ``rope``."""
@@ -132,6 +167,11 @@ class RowKernels:
             launch(kernel, max(grid, 1), _THREADS, args, stream=device.current_stream(), dependent=True)
 
         return run
+
+
+def _bits(value: float) -> int:
+    """Of a float32."""
+    return struct.unpack("<I", struct.pack("<f", value))[0]
 
 
 _kernels: dict[str, RowKernels] = {}
@@ -177,6 +217,15 @@ def linear_route(
     return both
 
 
+def linear_fp8_route(
+    name: str, codes: torch.Tensor, scales: torch.Tensor, weight: Any, dtype: torch.dtype, *, out: torch.Tensor,
+    ws: Workspace,
+) -> Callable[[], None]:  # fmt: skip
+    """``linear_fp8``: one launch, for the input is rounded already."""
+    _need_whole("linear_fp8", codes, scales, weight.data, out)
+    return kernels_of(name).product_of_codes(codes, scales, weight, out)
+
+
 def grouped_route(name: str, x: torch.Tensor, weight: Any, *, out: torch.Tensor, ws: Workspace) -> Callable[[], None]:
     """``grouped_linear``: one launch for all groups; the input is never rounded."""
     _need_whole("grouped_linear", x, weight.data, out)
@@ -189,6 +238,14 @@ def swiglu_route(
     """``swiglu``: clamp, gate and product in one launch."""
     _need_whole("swiglu", gate_up, out)
     return kernels_of(name).swiglu(gate_up, limit, out)
+
+
+def swiglu_fp8_route(
+    name: str, gate_up: torch.Tensor, limit: float, *, out: tuple[torch.Tensor, torch.Tensor], ws: Workspace
+) -> Callable[[], None]:
+    """``swiglu_fp8``: clamp, gate, product and both roundings in one launch."""
+    _need_whole("swiglu_fp8", gate_up, *out)
+    return kernels_of(name).swiglu_codes(gate_up, limit, *out)
 
 
 def rope_route(

@@ -7,7 +7,7 @@ files there and sound, is every tensor there with the right shape, and only then
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,7 @@ def load_checkpoint(
     *,
     limits: Sequence[MemoryLimit] = (),
     state_bytes: int | Callable[[V4Config], int] = 0,
+    kept_free: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Load a directory with ``config.json`` and safetensors files under the published names.
@@ -88,6 +89,7 @@ def load_checkpoint(
         options: carrier, arithmetic, device, rank; see :class:`LoadOptions`.
         limits: memory that weights and state must fit into (:func:`host_limits`, the device's free memory).
         state_bytes: what else will be allocated beside the weights, or a function of the configuration.
+        kept_free: bytes that must be left then, by what for.
         progress: called after every tensor.
 
     Raises:
@@ -98,9 +100,11 @@ def load_checkpoint(
     config = V4Config.from_file(directory / "config.json")
     state = state_bytes(config) if callable(state_bytes) else state_bytes
     asked = str(directory) if shards.total_size is None else f"{directory} ({human(shards.total_size)} of tensors)"
-    _check_fit(weight_sizes(config, options), state, limits, asked)
+    _check_fit(weight_sizes(config, options), state, kept_free, limits, asked)
     with FileSource(shards.entries(), str(directory)) as source:
-        return load_source(config, source, options, limits=limits, state_bytes=state, progress=progress)
+        return load_source(
+            config, source, options, limits=limits, state_bytes=state, kept_free=kept_free, progress=progress
+        )
 
 
 def load_case(
@@ -160,6 +164,7 @@ def load_source(
     *,
     limits: Sequence[MemoryLimit] = (),
     state_bytes: int = 0,
+    kept_free: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Load from any :class:`TensorSource`; as :func:`load_checkpoint` otherwise."""
@@ -167,7 +172,8 @@ def load_source(
     config, notes = with_drafter(config, source)
     survey, planned = _survey(config, options, source)
     survey.check()
-    _check_fit(Sizes(planned.nbytes, survey.read_bytes, survey.largest_read), state_bytes, limits, source.label)
+    sizes = Sizes(planned.nbytes, survey.read_bytes, survey.largest_read)
+    _check_fit(sizes, state_bytes, kept_free, limits, source.label)
     notes += _notes(survey, source) if options.experts is True else []
     loader = Loader(options, source, survey.read_bytes, progress)
     with torch.no_grad():
@@ -181,8 +187,10 @@ def _survey(config: V4Config, options: LoadOptions, source: TensorSource | None)
     return survey, assemble(config, survey, mtp=options.drafter, experts=options.experts)
 
 
-def _check_fit(sizes: Sizes, state_bytes: int, limits: Sequence[MemoryLimit], asked: str) -> None:
-    needed = {"weights": sizes.weights, "state": state_bytes, "reading buffer": sizes.buffer}
+def _check_fit(
+    sizes: Sizes, state_bytes: int, kept_free: Mapping[str, int] | None, limits: Sequence[MemoryLimit], asked: str
+) -> None:
+    needed = {"weights": sizes.weights, "state": state_bytes, "reading buffer": sizes.buffer, **(kept_free or {})}
     check_fit(needed, limits, asked=asked)
 
 

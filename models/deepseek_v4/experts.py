@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 
 from halma.hal.collectives.rings import Rings
+from halma.hal.dispatch import Ops
 from halma.hal.graph.forks import fork
 from halma.models.deepseek_v4.weights import FfnWeights
 
@@ -101,9 +102,19 @@ class FarExperts:
 
 def shared_expert(model: V4Model, x: torch.Tensor, w: FfnWeights, out: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, D] -> this rank's part of the shared expert [M, D]."""
-    ops = model.ops
-    active = ops.swiglu(ops.linear(x, w.shared_gate_up), model.config.swiglu_limit)
-    return ops.linear(active, w.shared_down, out=out)
+    return shared_rows(model.ops, x, w, model.config.swiglu_limit, out)
+
+
+def shared_rows(
+    ops: Ops, x: torch.Tensor, w: FfnWeights, limit: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [M, D] through the shared expert -> [M, D]. Where ``down`` rounds its input it is given the codes: SwiGLU and
+    the rounding are one op then, and may be one launch."""
+    hidden = ops.linear(x, w.shared_gate_up)
+    if w.shared_down.activation is None:
+        return ops.linear(ops.swiglu(hidden, limit), w.shared_down, out=out)
+    codes, scales = ops.swiglu_fp8(hidden, limit)
+    return ops.linear_fp8(codes, scales, w.shared_down, x.dtype, out=out)
 
 
 def choices(model: V4Model, x: torch.Tensor, w: FfnWeights, step: Step) -> tuple[torch.Tensor, torch.Tensor]:

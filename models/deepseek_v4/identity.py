@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halma.hal.backend import Backend
+from halma.hal.graph.breakable import CaptureMode
+from halma.hal.graph.scope import why_unsupported
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.config_fields import FIXED, MODEL_TYPE, QUANTISATION
+from halma.models.deepseek_v4.experts import Experts
+from halma.models.deepseek_v4.ranks import Ranks
+from halma.models.deepseek_v4.state import RowFormats
+
+if TYPE_CHECKING:
+    from halma.models.deepseek_v4.runner import RunnerOptions
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 
@@ -38,6 +46,31 @@ def model_facts(config: V4Config, carrier: torch.dtype) -> dict[str, Any]:
         "model.swiglu_limit": config.swiglu_limit,
         "model.index_topk": config.index_topk,
     }
+
+
+def execution_facts(backend: Backend, options: RunnerOptions, ranks: Ranks, experts: Experts) -> dict[str, Any]:
+    """How a model is run, as far as it can be run in several ways here. There is one pipeline stage and no compiler."""
+
+    def how(role: str, wanted: bool = True) -> str:
+        off = options.switch.off_reason(role) or why_unsupported(backend, CaptureMode.FULL)
+        return "captured" if wanted and off is None else "eager"
+
+    return {
+        "execution.tensor_parallel": ranks.size,
+        "execution.experts": "own" if experts.held is True else "of other ranks",
+        "execution.cache": RowFormats.of(options.arithmetic, options.index_format).kv,
+        "execution.decode": how("verify" if options.mtp else "decode"),
+        "execution.prefill": how("prefill", options.captures_prefill),
+    }
+
+
+def program_facts(
+    config: V4Config, backend: Backend, options: RunnerOptions, carrier: torch.dtype, ranks: Ranks, experts: Experts
+) -> dict[str, Any]:
+    """All of them."""
+    return {
+        **model_facts(config, carrier), **execution_facts(backend, options, ranks, experts), **device_facts(backend)
+    }  # fmt: skip
 
 
 def device_facts(backend: Backend) -> dict[str, Any]:

@@ -11,11 +11,13 @@ import torch
 
 from halma.hal.backend import Backend
 from halma.hal.errors import RequestError
+from halma.hal.policy import headroom_for
 from halma.models.deepseek_v4.checkpoint import LoadOptions, Progress, load_checkpoint
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.engine import Request
 from halma.models.deepseek_v4.expert_loading import ExpertLayers, load_experts
 from halma.models.deepseek_v4.experts import OWN_EXPERTS, Experts
+from halma.models.deepseek_v4.identity import program_facts
 from halma.models.deepseek_v4.preparation import ARITHMETICS
 from halma.models.deepseek_v4.presets import model_directory
 from halma.models.deepseek_v4.program import Tap
@@ -129,6 +131,7 @@ def load_v4(
     """
     source = resolve_model(model) if isinstance(model, str) else model
     carrier = carrier or default_carrier(backend, options.arithmetic)
+    facts = program_facts(source.config, backend, options, carrier, ranks, experts)
     checkpoint = load_checkpoint(
         source.path,
         LoadOptions(
@@ -143,6 +146,7 @@ def load_v4(
         ),
         limits=_limits(backend, ranks.size),
         state_bytes=lambda config: state_bytes(config, options, carrier),
+        kept_free={one.name: one.nbytes for one in headroom_for(backend, facts, options.most_rows)},
         progress=progress,
     )
     config, weights = checkpoint.config, checkpoint.weights

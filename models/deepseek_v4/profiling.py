@@ -23,7 +23,7 @@ def scratch(runner: V4Runner) -> CaptureSession:
         switch=options.switch,
         strict=options.strict,
         budget=options.budget,
-        reserve=options.reserve,
+        reserve=runner.reserve,
         agreement=runner.model.ranks.agreement,
         arenas=runner.model.ranks.arenas,
         inputs=runner.inputs.read_by,  # a warm-up that runs must feed the null slot, not the requests of the last step

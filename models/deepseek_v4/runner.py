@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from halma.hal.backend import Backend
+from halma.hal.decisions import decisions
 from halma.hal.dispatch import Ops
 from halma.hal.errors import ModelError, RequestError
 from halma.hal.graph.descriptor import Descriptor
 from halma.hal.graph.eager import eager_step
 from halma.hal.graph.ladder import decode_ladder, doubling, fit, largest_of
 from halma.hal.graph.session import CaptureSession
+from halma.hal.policy import headroom_for
 from halma.hal.registry import default_registry
 from halma.hal.settings import GraphSwitch
 from halma.hal.workspace import Workspace
@@ -24,7 +26,8 @@ from halma.models.deepseek_v4.boundary import mixer_of
 from halma.models.deepseek_v4.config import V4Config
 from halma.models.deepseek_v4.drafter import require_mtp
 from halma.models.deepseek_v4.experts import OWN_EXPERTS, Experts
-from halma.models.deepseek_v4.identity import device_facts, model_facts
+from halma.models.deepseek_v4.headroom import need_headroom
+from halma.models.deepseek_v4.identity import program_facts
 from halma.models.deepseek_v4.inputs import V4Inputs
 from halma.models.deepseek_v4.program import Tap, V4Model
 from halma.models.deepseek_v4.ranks import ONE_RANK, Ranks
@@ -86,6 +89,11 @@ class RunnerOptions:
     def switch(self) -> GraphSwitch:
         """What may be captured."""
         return GraphSwitch(self.graph, self.eager_roles)
+
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether prefill is captured where anything is."""
+        return self.capture_prefill or self.strict
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
@@ -156,7 +164,10 @@ class V4Runner:
             )
         self.config = config
         self.backend = backend
-        self.facts = {**model_facts(config, carrier), **device_facts(backend)}
+        self.facts = program_facts(config, backend, options, carrier, ranks, experts)
+        self.headroom = headroom_for(backend, self.facts, options.most_rows)
+        """What captures leave free beside the reserve, and the device holds beside weights and state."""
+        self.reserve = options.reserve + sum(one.nbytes for one in self.headroom)
         self.options = options
         device = backend.device.torch_device
         self.plan = StatePlan.of(
@@ -178,6 +189,7 @@ class V4Runner:
         formats = RowFormats.of(options.arithmetic, options.index_format)
         ring, log = backend.memory.on_device(self.ring), backend.memory.on_device(self.log)
         state = build_state(config, self.plan, formats, dtype=carrier, device=device, ring=ring, log=log)
+        need_headroom(backend, self.headroom, "weights and state are there, workspace and graphs are to come")
         self.workspace = Workspace(device, checked=options.checked)
         default_registry().load_routes()
         frequencies = rope_frequencies(config, dtype=carrier, device=device)
@@ -195,7 +207,7 @@ class V4Runner:
             switch=options.switch,
             strict=options.strict,
             budget=options.budget,
-            reserve=options.reserve,
+            reserve=self.reserve,
             agreement=ranks.agreement,
             arenas=ranks.arenas,
             inputs=self.inputs.read_by,
@@ -266,10 +278,17 @@ class V4Runner:
         progress: Callable[[Descriptor], None] | None = None,
         order: str = "descending",
     ) -> None:
-        """Plan the descriptors, seal the workspace, capture. Every later step must fit what was planned."""
+        """Plan the descriptors, seal the workspace, capture. Every later step must fit what was planned.
+
+        Raises:
+            ModelError: they leave less than the backend wants free for this program.
+        """
+        for one in self.headroom:
+            decisions.record(one.decision())
         self.capture_into(
             self.session, list(self.descriptors() if descriptors is None else descriptors), progress, order
         )
+        need_headroom(self.backend, self.headroom, "weights, state, workspace and graphs are there")
 
     def capture_into(
         self,
@@ -282,7 +301,7 @@ class V4Runner:
         own = session.workspace is self.workspace
         ops = self.model.ops if own else self.ops_on(session.workspace)
         model = replace(self.model, workspace=session.workspace, ops=ops, tap=None)
-        prefill = self.options.capture_prefill or self.options.strict
+        prefill = self.options.captures_prefill
         with torch.no_grad():
             session.capture_all(
                 [one for one in wanted if one.role != "prefill" or prefill],

@@ -22,6 +22,7 @@ from halma.hal.dispatch import Ops
 from halma.hal.registry import default_registry
 from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.expert_loading import ExpertLayers
+from halma.models.deepseek_v4.experts import shared_rows
 from halma.ops import families as _families  # noqa: F401  (defines every op that an item calls)
 
 SPIN_SECONDS: Final = {"cpu": 0.002}
@@ -130,8 +131,7 @@ class EagerItems:
                 return out.copy_(parts)
             begin, end = item.shared_first, item.shared_first + item.shared
             with ws.scope("shared"):
-                both = ops.swiglu(ops.linear(x[begin:end], w.shared_gate_up), limit)
-                shared = ops.linear(both, w.shared_down)
+                shared = shared_rows(ops, x[begin:end], w, limit)
                 if item.shared < n:
                     out.copy_(parts)
                 return self._added(parts[begin:end], shared, out[begin:end], out)

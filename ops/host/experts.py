@@ -1,4 +1,5 @@
-"""The routes ``rows`` of ``expert_ffn`` and ``host`` of ``swiglu``: experts are multiplied where they lie, not copied.
+"""The routes ``rows`` of ``expert_ffn``, ``host`` of ``swiglu`` and of ``swiglu_fp8``: experts are multiplied where
+they lie, not copied.
 
 The launch reads the ids on the host each time it runs, so it is one opaque node of a graph. A copy of the
 chosen weights, as in the reference, costs more than the products themselves (34 of 234 us a layer of the
@@ -18,7 +19,7 @@ from halma.hal.routes import Call
 from halma.hal.workspace import ALIGNMENT, Workspace
 from halma.ops.host.arrays import Array, HostArrays, short
 from halma.ops.linear import ROW_ALIGNMENT, aligned_rows
-from halma.ops.quant import accumulator, round_fp8_blocks
+from halma.ops.quant import E4M3_FLOOR, E4M3_LIMIT, accumulator, round_fp8_blocks, scaled
 from halma.ops.weight import FP8_BLOCK, PLAIN, Weight
 
 
@@ -32,23 +33,23 @@ def plain_in_accumulator(call: Call) -> str | None:
     return None
 
 
-class Rounding:
-    """Rounds a tensor in place to e4m3 per 128 channels, again and again, in scratch taken once.
+class Kept:
+    """Scratch for rounding ``target`` again and again, taken once.
 
     A launch may not take from the workspace, so it stands in for it: the n-th take of every run is one view.
     """
 
     def __init__(self, target: torch.Tensor, ws: Workspace) -> None:
-        self._target = target
         # Rounding holds at most four tensors like its input at a time, and its scales.
         self._memory = ws.take((5 * target.numel() * target.itemsize + 16 * ALIGNMENT,), torch.uint8)
         self._views: list[torch.Tensor] = []
         self._next = 0
         self._used = 0
 
-    def __call__(self) -> None:
+    def again(self) -> Workspace:
+        """Itself, for the next run."""
         self._next = 0
-        round_fp8_blocks(self._target, FP8_BLOCK, self._target, cast(Workspace, self))
+        return cast(Workspace, self)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As :meth:`Workspace.take`; the same shapes come in the same order every time."""
@@ -58,6 +59,17 @@ class Rounding:
             self._views.append(self._memory[self._used : self._used + nbytes].view(dtype).view(tuple(shape)))
             self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return self._views[position]
+
+
+class Rounding(Kept):
+    """Rounds a tensor in place to e4m3 per 128 channels, again and again."""
+
+    def __init__(self, target: torch.Tensor, ws: Workspace) -> None:
+        super().__init__(target, ws)
+        self._target = target
+
+    def __call__(self) -> None:
+        round_fp8_blocks(self._target, FP8_BLOCK, self._target, self.again())
 
 
 def expert_rows(
@@ -125,6 +137,22 @@ def swiglu(gate_up: torch.Tensor, limit: float, *, out: torch.Tensor, ws: Worksp
         both, result, scratch = arrays()
         with np.errstate(all="ignore"):  # padding rows hold anything
             swiglu_arrays(both[:, :inner], both[:, inner:], limit, result, scratch)
+
+    return launch
+
+
+def swiglu_fp8(
+    gate_up: torch.Tensor, limit: float, *, out: tuple[torch.Tensor, torch.Tensor], ws: Workspace
+) -> Callable[[], None]:
+    """See ``swiglu_fp8`` in :mod:`halma.ops.experts`: ``swiglu`` above and the reference's rounding."""
+    codes, scales = out
+    active = ws.take(tuple(codes.shape), gate_up.dtype)
+    activate, scratch = swiglu(gate_up, limit, out=active, ws=ws), Kept(active, ws)
+
+    def launch() -> None:
+        activate()
+        values, _ = scaled(active, FP8_BLOCK, E4M3_LIMIT, E4M3_FLOOR, scratch.again(), scales)
+        codes.copy_(values)
 
     return launch
 

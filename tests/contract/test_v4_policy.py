@@ -15,6 +15,8 @@ import torch
 from halma.backends.musa.v4_policy import (
     DESCRIPTORS,
     DEVICE,
+    EXECUTION,
+    HEADROOM,
     IDENTITY,
     MOST_EAGER_TOKENS,
     OUTCOMES,
@@ -27,10 +29,13 @@ from halma.hal.arena.coverage import check_ladder, coverage
 from halma.hal.decisions import decisions
 from halma.hal.dispatch import Ops, OpTable, table
 from halma.hal.errors import ArenaError
+from halma.hal.policy import headroom_for
 from halma.hal.workspace import Workspace
 from halma.models.deepseek_v4.config import V4Config
-from halma.models.deepseek_v4.identity import device_facts, model_facts
+from halma.models.deepseek_v4.experts import OWN_EXPERTS
+from halma.models.deepseek_v4.identity import device_facts, model_facts, program_facts
 from halma.models.deepseek_v4.presets import tiny_v4, v4_flash
+from halma.models.deepseek_v4.runner import RunnerOptions
 from halma.ops import families as _families  # noqa: F401  (defines the ops)
 from halma.ops.weight import FP8_BLOCK128, Weight
 
@@ -43,13 +48,24 @@ def flash_base() -> V4Config:
     return replace(v4_flash(), quantised=True, expert_dtype="fp8")
 
 
-def device(arch: str = "mp_31", processors: str = "56") -> Any:
+def device(arch: str = "mp_31", processors: str = "56", cannot_capture: str | None = None) -> Any:
     found = {"arch": arch, "multiprocessors": processors}
-    return SimpleNamespace(device=SimpleNamespace(properties=lambda: found))
+    graphs = SimpleNamespace(unsupported=lambda: cannot_capture)
+    return SimpleNamespace(device=SimpleNamespace(properties=lambda: found), graphs=graphs, headroom=HEADROOM)
 
 
-def facts_of(config: V4Config | None = None, backend: Any = None) -> dict[str, Any]:
-    return {**model_facts(config or flash_base(), torch.bfloat16), **device_facts(backend or device())}
+SERVED = RunnerOptions(max_requests=64, max_context=4096, chunk=8192, arithmetic="shipping")
+
+
+def facts_of(
+    config: V4Config | None = None,
+    backend: Any = None,
+    options: RunnerOptions = SERVED,
+    ranks: int = 8,
+    experts: Any = OWN_EXPERTS,
+) -> dict[str, Any]:
+    ranked: Any = SimpleNamespace(size=ranks)
+    return program_facts(config or flash_base(), backend or device(), options, torch.bfloat16, ranked, experts)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -65,7 +81,14 @@ def fp8(n: int, k: int) -> Weight:
 CALLS = {
     "linear": (meta(1, 4096), fp8(512, 4096)),
     "grouped_linear": (meta(4, 8, 4096), fp8(8 * 1024, 4096)),
+    "linear_fp8": (
+        meta(4, 256, dtype=torch.float8_e4m3fn),
+        meta(4, 2, dtype=torch.float32),
+        fp8(4096, 256),
+        torch.bfloat16,
+    ),
     "swiglu": (meta(1, 4096), 10.0),
+    "swiglu_fp8": (meta(4, 512), 10.0),
     "rope": (meta(4, 64, 512), meta(4, 32, 2, dtype=torch.float32), True),
     "rms_norm": (meta(1, 4096), None, 1e-6),
 }
@@ -135,6 +158,47 @@ def test_another_device_is_refused(backend: Any, field: str) -> None:
     assert (DEVICE.refusal(device_facts(backend)) or "").startswith(field)
 
 
+# -- how it is run -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant("B8", control=True)
+def test_eight_ranks_with_decode_graphs_and_the_packed_cache_are_what_it_was_calibrated_for() -> None:
+    assert EXECUTION.refusal(facts_of()) is None
+    assert EXECUTION.refusal(facts_of(options=replace(SERVED, mtp=4, index_format="index_fp8"))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"ranks": 1}, "execution.tensor_parallel is 1, it is for 8"),
+        ({"ranks": 4}, "execution.tensor_parallel is 4, it is for 8"),
+        ({"experts": SimpleNamespace(held=False)}, "execution.experts is of other ranks, it is for own"),
+        ({"experts": SimpleNamespace(held=(0, 32))}, "execution.experts is of other ranks, it is for own"),
+        ({"options": replace(SERVED, arithmetic="exact")}, "execution.cache is plain, it is for kv_fp8"),
+        ({"options": replace(SERVED, graph=False)}, "execution.decode is eager, it is for captured"),
+        ({"options": replace(SERVED, eager_roles=frozenset({"decode"}))}, "execution.decode is eager"),
+        ({"options": replace(SERVED, mtp=4, eager_roles=frozenset({"verify"}))}, "execution.decode is eager"),
+        ({"backend": device(cannot_capture="it has no graphs")}, "execution.decode is eager"),
+        ({"options": replace(SERVED, capture_prefill=True)}, "execution.prefill is captured, it is for eager"),
+        ({"options": replace(SERVED, strict=True)}, "execution.prefill is captured, it is for eager"),
+    ],
+)
+def test_another_execution_turns_the_guarded_routes_off_by_its_field(change: dict[str, Any], field: str) -> None:
+    found = chosen(facts_of(**change))
+    assert {op: route for op, (route, _) in found.items()} == OFF
+    assert all(reason.startswith(field) for op, (_, reason) in found.items() if op in OPS)
+
+
+@pytest.mark.invariant("B8")
+@pytest.mark.parametrize("name", EXECUTION.names)
+def test_a_program_that_does_not_say_how_it_is_run_gets_nothing(name: str) -> None:
+    facts = facts_of()
+    del facts[name]
+    assert {op: route for op, (route, _) in chosen(facts).items()} == OFF
+    kept = headroom_for(device(), facts, MOST_EAGER_TOKENS)
+    assert [(one.nbytes, one.reason.partition(",")[0]) for one in kept] == [(0, f"{name} is not known")]
+
+
 # -- the seven steps of MTP ------------------------------------------------------------------------------------
 
 
@@ -169,3 +233,20 @@ def test_a_smaller_bound_refuses_all_seven() -> None:
 def test_the_headroom_of_a_sparse_prefill_is_the_reported_one() -> None:
     assert prefill_headroom(MOST_EAGER_TOKENS) == 537_067_520
     assert prefill_headroom(MOST_EAGER_TOKENS, arena_bytes=512 * MIB) == 1_073_938_432
+
+
+@pytest.mark.parametrize("name", ROUTES.names)
+def test_one_field_that_differs_keeps_nothing_free_and_is_named(name: str) -> None:
+    facts = facts_of()
+    (kept,) = headroom_for(device(), facts, MOST_EAGER_TOKENS)
+    assert (kept.name, kept.nbytes) == ("sparse prefill", 537_067_520) and "reported by vllm-musa" in kept.reason
+    assert kept.decision().chosen == "kept free" and kept.decision().reason == kept.reason
+    (none,) = headroom_for(device(), {**facts, name: None}, MOST_EAGER_TOKENS)
+    assert none.nbytes == 0 and none.reason.startswith(f"{name} is None, it is for ")
+    assert none.decision().chosen == "nothing" and none.decision().reason == none.reason
+
+
+def test_the_backend_says_what_it_wants_free() -> None:
+    from halma.backends.musa.backend import MusaBackend
+
+    assert MusaBackend.headroom is HEADROOM

@@ -13,6 +13,7 @@ import torch
 
 from halma.backends.simt.gemv_tiles import TILES
 from halma.backends.simt.row_routes import OPS, register_for
+from halma.backends.simt.rows import kernels_of
 from halma.hal.backend import Backend
 from halma.hal.dispatch import Ops, OpTable, table
 from halma.hal.testing.conformance.capturing import captured, planned
@@ -72,6 +73,64 @@ def test_groups_swiglu_and_the_rotation(backend: Backend) -> None:
     mine.rope(rows, angles, True)
     theirs.rope(other, angles, True)
     assert off(rows, other) < 8e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "inner"), [(1, 256), (5, 2048), (64, 256), (4100, 2048)])
+def test_codes_of_swiglu_are_those_of_its_result_rounded(backend: Backend, m: int, inner: int, dtype: Any) -> None:
+    device, mine = backend.device.torch_device, ops_of(backend, "simt")
+    both = (8 * torch.randn(m, 2 * inner, generator=torch.Generator().manual_seed(m))).to(dtype).to(device)
+    both[:, 128:256] *= 2.0**-9  # groups have scales of their own
+    codes, scales = mine.swiglu_fp8(both, 10.0)
+    assert scales.shape == (m, inner // 128) and scales.is_contiguous()
+    wanted, powers = ops_of(backend, "reference").swiglu_fp8(both, 10.0)
+    # A value that lies on an edge between two codes, or between two powers, may go either way with another exponential.
+    assert float((scales != powers).float().mean()) < 1e-2
+    alike = (scales == powers).repeat_interleave(128, 1)
+    far = (codes.float() - wanted.float()).abs() / wanted.float().abs().clamp_min(2**-6)
+    assert float(far[alike].max()) <= 2**-3 and float((far[alike] > 0).float().mean()) < 0.02
+    if dtype is torch.bfloat16:
+        active, apart = mine.swiglu(both, 10.0), torch.empty(m, inner, dtype=dtype, device=device)
+        kernels_of("cuda").quantised(active, apart)()
+        together = (codes.float().view(m, -1, 128) * scales.unsqueeze(-1)).view(m, inner).to(dtype)
+        assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 256), (11, 1000, 2048), (64, 4096, 256)])
+def test_two_launches_of_the_shared_experts_way_down_give_the_bits_of_three(
+    backend: Backend, m: int, n: int, k: int, dtype: Any
+) -> None:
+    device, mine = backend.device.torch_device, ops_of(backend, "simt")
+    weight = weight_of(n, k, device, "fp8")
+    both = (8 * torch.randn(m, 2 * k, generator=torch.Generator().manual_seed(n))).bfloat16().to(device)
+    both[:, 128:256] *= 2.0**-9
+    both[0, 0] = float("nan")
+    found = mine.linear_fp8(*mine.swiglu_fp8(both, 10.0), weight, dtype)
+    apart = mine.linear(mine.swiglu(both, 10.0), weight, dtype)
+    assert torch.equal(found.isnan(), apart.isnan()) and bool(found[0].isnan().all())
+    assert torch.equal(found.nan_to_num(0.0), apart.nan_to_num(0.0))
+    theirs = ops_of(backend, "reference").linear_fp8(*mine.swiglu_fp8(both, 10.0), weight, dtype)
+    if m > 1:
+        assert off(found[1:], theirs[1:]) < (1e-4 if dtype is torch.float32 else 1e-2)
+
+
+def test_a_replayed_pair_reads_what_is_there_now(backend: Backend) -> None:
+    device = backend.device.torch_device
+    weight, both = weight_of(512, 256, device, "fp8"), torch.zeros(2, 512, dtype=torch.bfloat16, device=device)
+    out = torch.empty(2, 512, dtype=torch.bfloat16, device=device)
+
+    def program(workspace: Workspace) -> None:
+        mine = ops_of(backend, "simt", workspace)
+        mine.linear_fp8(*mine.swiglu_fp8(both, 10.0), weight, torch.bfloat16, out=out)
+
+    graph = captured(backend, program, planned(backend, program))
+    for seed in (1, 2):
+        both.copy_(torch.randn(2, 512, generator=torch.Generator().manual_seed(seed)).bfloat16())
+        graph.replay()
+        backend.device.synchronize()
+        mine = ops_of(backend, "simt")
+        assert torch.equal(out, mine.linear(mine.swiglu(both, 10.0), weight))
 
 
 def test_a_replayed_product_reads_what_is_there_now(backend: Backend) -> None:

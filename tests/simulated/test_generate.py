@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.simulated.children import generated, run
@@ -45,6 +47,20 @@ def test_an_explanation_is_marked_too() -> None:
     done = run("-m", "halma", "explain", "--op", "swiglu", "--backend", "musa")
     assert done.returncode == 0 and "halma: note: musa is simulated" in done.stderr, done.stderr
     assert "runs no kernels of the portable dialect" in done.stdout
+
+
+@pytest.mark.nightly  # 11 s
+def test_a_models_explanation_names_the_guarded_ops_and_what_is_kept_free() -> None:
+    done = run("-m", "halma", "explain", "--model", "tiny-v4", "--backend", "musa", "--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)["decisions"]
+    (kept,) = [one for one in made if one["kind"] == "memory"]
+    assert (kept["subject"], kept["chosen"]) == ("sparse prefill", "nothing")
+    assert kept["candidates"][1]["reason"] == "model.hidden_size is 256, it is for 4096"
+    for op in ("swiglu_fp8", "linear_fp8"):  # the shared expert's
+        found = [one for one in made if one["subject"] == op]
+        assert found and all(one["candidates"][0]["name"] == "simt" for one in found)
+        assert {one["chosen"] for one in found} == {"reference"}
 
 
 @pytest.mark.invariant("B10")

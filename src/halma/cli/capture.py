@@ -222,7 +222,8 @@ def _measure(team: Team, runner: V4Runner, order: str, *, scratch: bool, compare
 
     with _capturing("capturing", len(descriptors), not silent) as progress:
         report = team.together("capturing", captured)
-    result = {"seconds": round(time.perf_counter() - begin, 3), **report.as_json()}
+    headroom = [{"name": one.name, "bytes": one.nbytes, "reason": one.reason} for one in runner.headroom]
+    result = {"seconds": round(time.perf_counter() - begin, 3), **report.as_json(), "headroom": headroom}
     if compare:
         with _capturing("capturing unshared", len(descriptors), not silent) as progress:
             apart = unshared(runner, [row.descriptor for row in report.rows], progress=progress)
@@ -308,6 +309,10 @@ def _print(document: dict[str, Any]) -> None:
         ("graphs", _beyond(document)),
         *((("pool", _pool(document)),) if document["pool_bytes"] else ()),
         ("total", f"{document['total_bytes']:,} bytes"),
+        *(
+            (f"kept free: {one['name']}", one["reason"] if one["bytes"] else f"nothing: {one['reason']}")
+            for one in document["headroom"]
+        ),
     ]
     if "unshared" in document:
         apart = document["unshared"]

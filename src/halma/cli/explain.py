@@ -13,7 +13,7 @@ from halma.cli.output import emit_json, note_simulated, print_table
 from halma.hal.decisions import Decision
 from halma.hal.errors import RequestError
 from halma.hal.registry import default_registry
-from halma.hal.settings import settings
+from halma.hal.settings import GraphSwitch, settings
 
 if TYPE_CHECKING:
     import torch
@@ -92,16 +92,20 @@ def _explain_model(model: str, backend: str | None, mtp: str | None, *, json: bo
     auto = drafts == "auto"
     options = RunnerOptions(
         max_context=512,
-        graph=auto and settings().graph,
+        graph=settings().graph,
+        eager_roles=settings().graph_switch.roles_off,
         arithmetic=default_arithmetic(chosen, None),
         environment_routes=settings().routes,
     )
     loaded = load_v4(source, chosen, with_mtp(options, drafts, source.config, longest=1))
     decisions.clear()
+    if not auto:
+        loaded.runner.session.switch = GraphSwitch(False)  # the facts are a run's; its steps are planned, not captured
     loaded.runner.prepare()
     if auto:
         AdaptiveDrafts(measured_costs(loaded.runner)).choose(requests=1)
-    show_decisions([*decisions.all("drafts"), *decisions.all("op")], backend=chosen.name, json=json)
+    shown = [one for kind in ("drafts", "memory", "op") for one in decisions.all(kind)]
+    show_decisions(shown, backend=chosen.name, json=json)
     loaded.runner.close()
     _print_words(json)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from halma.hal.dispatch import Ops, OpTable, RouteSpec, like
-from halma.hal.policy import Guard, OneOf, guarded
+from halma.hal.policy import Guard, Headroom, OneOf, guarded, headroom_for
 from halma.hal.workspace import Workspace
 
 GUARD = Guard((("model.layers", 43), ("model.limit", 10.0), ("device.processors", OneOf((48, 56)))), "somebody")
@@ -69,3 +71,18 @@ def test_a_route_is_chosen_by_the_facts_of_its_program() -> None:
     assert (result(**RIGHT), result(**{**RIGHT, "model.layers": 1}), result()) == (3.0, 2.0, 2.0)
     refused = Ops(Workspace(), ops=table).explain("double", torch.ones(1)).candidates[0]
     assert refused.reason == "model.layers is not known, it is for 43"
+
+
+def test_a_backend_that_says_nothing_of_headroom_wants_none() -> None:
+    assert headroom_for(SimpleNamespace(), RIGHT, 7) == ()
+
+
+@pytest.mark.invariant("B8")
+def test_headroom_is_for_the_programs_of_its_guard() -> None:
+    backend = SimpleNamespace(headroom=(Headroom("a", GUARD, lambda n: 10 * n), Headroom("b", Guard(()), lambda n: n)))
+    kept = headroom_for(backend, RIGHT, 7)
+    assert [(one.name, one.nbytes) for one in kept] == [("a", 70), ("b", 7)]
+    assert [one.reason for one in kept] == ["70 bytes for steps of 7 tokens; somebody", "7 bytes for steps of 7 tokens"]
+    other = headroom_for(backend, {**RIGHT, "model.layers": 1}, 7)
+    assert (other[0].nbytes, other[0].reason) == (0, "model.layers is 1, it is for 43")
+    assert [candidate.chosen for candidate in other[0].decision().candidates] == [False, True]

@@ -13,7 +13,8 @@ from halma.hal.errors import DispatchError
 from halma.hal.graph.current import set_current_recorder
 from halma.hal.workspace import Workspace
 from halma.ops import experts as _family  # noqa: F401  (defines the ops)
-from halma.ops.quant import round_fp8_blocks
+from halma.ops import linear as _products  # noqa: F401
+from halma.ops.quant import accumulator, round_fp8_blocks
 from halma.ops.routes import register_routes
 from halma.ops.weight import Weight, dequantise
 from tests.cpu.ops.checks import check_contract, no_allocation, poisoned, rows_are_invariant, run, same_bits
@@ -279,3 +280,57 @@ def test_add_rows_sums_in_the_accumulator_and_casts_once(pair: tuple[str, str]) 
     found = run("add_rows", a, b, dtype)
     assert same_bits(found, (a.double() + b.double()).to(a.dtype).to(dtype))
     check_contract("add_rows", lambda: (a, b, dtype))
+
+
+# -- SwiGLU with its rounding, and the product of codes ---------------------------------------------------------
+
+
+def pair_of(dtype: torch.dtype, packed: bool, inner: int = 256, rows: int = 5) -> tuple[torch.Tensor, Weight]:
+    both, values = normal(rows, 2 * inner, dtype=dtype, scale=6.0), normal(40, inner)
+    both[0, 128:inner] *= 2.0**-9  # its groups have scales of their own
+    if not packed:
+        return both, Weight(values.to(accumulator(dtype)), activation="fp8")
+    scale = torch.full((1, -(-inner // 128)), 121, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    return both, Weight(values.to(torch.float8_e4m3fn), scale, "fp8_block128", "fp8")
+
+
+@pytest.mark.parametrize("route", ["reference", "auto"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("inner", [256, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_product_of_swiglus_codes_has_the_bits_of_the_pair(
+    dtype: torch.dtype, inner: int, packed: bool, route: str
+) -> None:
+    both, down = pair_of(dtype, packed, inner)
+    both[2, 7], both[3] = float("inf"), float("nan")
+    names = ("swiglu", "swiglu_fp8", "linear", "linear_fp8")
+    ops = Ops(Workspace(checked=True), routes={} if route == "auto" else dict.fromkeys(names, route))
+    codes, scales = ops.swiglu_fp8(both, 5.0)
+    assert (codes.dtype, scales.dtype, tuple(scales.shape)) == (torch.float8_e4m3fn, torch.float32, (5, 2))
+    found = ops.linear_fp8(codes, scales, down, dtype)
+    apart = ops.linear(ops.swiglu(both, 5.0), down)
+    assert found.dtype is apart.dtype is dtype
+    real = [0, 1, 2, 4]
+    assert torch.equal(found[real], apart[real]), "the same factors, in the same order"
+    assert bool(found[3].isnan().all()) and bool(apart[3].isnan().all())
+
+
+def test_the_scales_of_a_row_lie_side_by_side_and_are_powers_of_two() -> None:
+    codes, scales = run("swiglu_fp8", normal(3, 512, scale=8.0), 10.0)
+    assert scales.stride() == (2, 1) and codes.stride() == (256, 1)
+    assert torch.equal(scales.frexp().mantissa, torch.full_like(scales, 0.5))
+
+
+def test_a_product_that_rounds_nothing_takes_no_codes() -> None:
+    codes, scales = run("swiglu_fp8", normal(2, 512), 10.0)
+    with pytest.raises(DispatchError, match="does not round its input"):
+        run("linear_fp8", codes, scales, Weight(normal(8, 256)), torch.float32)
+    with pytest.raises(DispatchError, match="do not contract"):
+        run("linear_fp8", codes, scales[:, :1], Weight(normal(8, 256), activation="fp8"), torch.float32)
+
+
+def test_the_rounded_pair_allocates_nothing() -> None:
+    weight = Weight(normal(8, 256), activation="fp8")
+    codes, scales = (one.clone() for one in run("swiglu_fp8", normal(2, 512), 10.0))
+    assert check_contract("swiglu_fp8", lambda: (normal(2, 512), 1.0)) <= 17
+    assert check_contract("linear_fp8", lambda: (codes, scales, weight, torch.float32)) <= 3

@@ -135,12 +135,103 @@ def test_swiglu_and_the_rotation(kernels: Any) -> None:
         assert torch.equal(mine[..., :8], x[..., :8])
 
 
+# -- SwiGLU with its rounding, and the product of codes ---------------------------------------------------------
+
+
+def hard_rows(inner: int, dtype: torch.dtype) -> torch.Tensor:
+    """gate and up of seven rows: a clamped one, one of small numbers, of nought, with a NaN, with an infinity."""
+    both = 6 * torch.randn(7, 2 * inner, generator=torch.Generator().manual_seed(inner))
+    both[0, 128:256] *= 2.0**-9  # its groups have scales of their own
+    both[1] *= 40.0
+    both[2] *= 1e-3
+    both[3] = 0.0
+    both[4, 5], both[5, inner + 130], both[6, 3] = float("nan"), float("inf"), float("-inf")
+    return both.to(dtype)
+
+
+@pytest.mark.invariant("K3")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limit", [10.0, 0.7])
+def test_codes_of_swiglu_are_those_of_its_result_rounded(kernels: Any, dtype: torch.dtype, limit: float) -> None:
+    both, before = hard_rows(256, dtype), len(kernels.part.launched)
+    codes, scales = ops_of("simt").swiglu_fp8(both, limit)
+    assert kernels.part.launched[before:] == [f"swiglu_fp8_{str(dtype).removeprefix('torch.')}"]
+    assert (codes.dtype, scales.shape) == (torch.float8_e4m3fn, (7, 2)) and scales.is_contiguous()
+    if dtype is torch.bfloat16:  # the two launches that it stands for
+        active, apart = ops_of("simt").swiglu(both, limit), torch.empty(7, 256, dtype=dtype)
+        kernels.rows.quantised(active, apart)()
+        together = (codes.float().view(7, 2, 128) * scales.unsqueeze(-1)).view(7, 256).to(dtype)
+        assert torch.equal(together.view(torch.int16)[:4], apart.view(torch.int16)[:4])
+        assert torch.equal(together.isnan(), apart.isnan())
+        assert torch.equal(together.nan_to_num(0.0), apart.nan_to_num(0.0))
+    wanted, powers = ops_of("reference").swiglu_fp8(both, limit)
+    assert torch.equal(scales[:4], powers[:4])
+    far = (codes.float() - wanted.float())[:4].abs() / wanted.float()[:4].abs().clamp_min(2**-6)
+    assert float(far.max()) <= 2**-3 and float((far > 0).float().mean()) < 0.02, "one place of a code, seldom"
+    assert codes[4].isnan().sum() == 1 and codes[6, 3].isnan().item() is True, "a NaN stays one, and is alone"
+
+
+def test_the_limit_is_of_each_side_that_it_names(kernels: Any) -> None:
+    """The gate is cut from above alone, up from both sides; equal to the limit is not beyond it."""
+    gate = torch.tensor([11.0, 10.0, -11.0, 1.0, 1.0, 1.0]).repeat(128)[:128]
+    up = torch.tensor([1.0, 1.0, 1.0, 11.0, -11.0, 10.0]).repeat(128)[:128]
+    codes, scales = ops_of("simt").swiglu_fp8(torch.cat([gate, up]).unsqueeze(0).bfloat16(), 10.0)
+    found = (codes.float() * scales)[0]
+    assert found[0] == found[1] and found[3] == -found[4] == found[5] and found[2] != 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tile", TILES)
+def test_a_product_of_codes_is_that_of_the_rounded_input(
+    kernels: Any, tile: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared expert's way down: two launches give the bits of three."""
+    monkeypatch.setattr(rows, "tile_of", lambda *_: (tile, "the test"))
+    random = torch.Generator().manual_seed(11)
+    weight, both = weight_of(36, 256, random, "fp8"), hard_rows(256, torch.bfloat16)
+    mine, before = ops_of("simt"), len(kernels.part.launched)
+    found = mine.linear_fp8(*mine.swiglu_fp8(both, 10.0), weight, dtype).clone()
+    assert kernels.part.launched[before:] == ["swiglu_fp8_bfloat16", f"gemv_codes_{tile}"]
+    before = len(kernels.part.launched)
+    apart = mine.linear(mine.swiglu(both, 10.0), weight, dtype)
+    assert len(kernels.part.launched) - before == 3
+    assert torch.equal(found.isnan(), apart.isnan()) and found.dtype is dtype
+    assert torch.equal(found.nan_to_num(0.0), apart.nan_to_num(0.0)) and bool(found[4].isnan().all())
+    theirs = ops_of("reference")
+    wanted = theirs.linear_fp8(*mine.swiglu_fp8(both, 10.0), weight, dtype)
+    assert off(found[:4], wanted[:4]) < (1e-6 if dtype is torch.float32 else 1e-2)
+
+
+def test_a_row_of_codes_has_the_same_bits_beside_others(kernels: Any) -> None:
+    random = torch.Generator().manual_seed(12)
+    both, weight, mine = hard_rows(256, torch.bfloat16), weight_of(8, 256, random, "fp8"), ops_of("simt")
+    codes, scales = (one.clone() for one in mine.swiglu_fp8(both, 10.0))
+    whole = mine.linear_fp8(codes, scales, weight, torch.float32).clone()
+    for row in (0, 2, 3):
+        alone = mine.swiglu_fp8(both[row : row + 1].clone(), 10.0)
+        assert torch.equal(alone[0].view(torch.uint8)[0], codes.view(torch.uint8)[row])
+        assert torch.equal(alone[1][0], scales[row])
+        assert torch.equal(mine.linear_fp8(*alone, weight, torch.float32)[0], whole[row])
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "reason"),
     [
         ("linear", (torch.zeros(1, 128), Weight(torch.zeros(4, 128))), "x is float32, it reads bfloat16"),
         ("linear", (torch.zeros(1, 128).bfloat16(), Weight(torch.zeros(4, 128))), "the weight is plain"),
         ("swiglu", (torch.zeros(1, 8), 10.0), "gate_up is float32"),
+        ("swiglu_fp8", (torch.zeros(1, 256), 10.0), "gate_up is float32, it reads bfloat16 or float16"),
+        ("swiglu_fp8", (torch.zeros(1, 144).half(), 10.0), "rows of 72 channels, which is no multiple of 128"),
+        (
+            "linear_fp8",
+            (torch.zeros(1, 128), torch.zeros(1, 1), Weight(torch.zeros(4, 128), activation="fp8"), torch.float64),
+            "the result is float64, it writes bfloat16 or float32",
+        ),
+        (
+            "linear_fp8",
+            (torch.zeros(1, 128), torch.zeros(1, 1), Weight(torch.zeros(4, 128), activation="fp8"), torch.float32),
+            "the weight is plain",
+        ),
         ("rope", (torch.zeros(1, 8), torch.zeros(1, 2, 2)), "x is float32 with float32 angles"),
     ],
 )
