@@ -24,6 +24,7 @@ GROUPS = {
     "C": "collectives",
     "F": "exchange of experts' rows",
 }
+_PLAIN = str.maketrans("|<>[]`\\", "/()()'/")
 _ORDER = ("cpu", "contract", "simulated", "cuda", "musa")
 _HEAD = """\
 # What each backend was seen to do
@@ -54,7 +55,7 @@ def page(results: Sequence[Result], rows: Sequence[Row] = ()) -> str:
         lines += [_line(label, columns, ask) for label, ask in _FACTS]
         lines += [_line(f"`{name}`", columns, _capability(name)) for name in _names(columns, "capabilities")]
         lines += [_line(_group_label(group), columns, _group(group)) for group in _groups(columns)]
-        holes = [f"- {one.name}: {said}" for one in columns for said in _holes(one)]
+        holes = [f"- {_cell(one.name)}: {said}" for one in columns for said in _holes(one)]
         lines += ["", *holes] if holes else []
     missing = [row for row in rows if not row.runs]
     if missing:
@@ -68,8 +69,9 @@ def _line(label: str, columns: Sequence[Result], ask: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """A file is somebody else's: nothing in it ends a cell or a line."""
-    return " ".join(text.replace("|", "/").replace("<", "(").replace(">", ")").split()) or "-"
+    """A file is somebody else's: nothing in it ends a cell or a line, or is a link or a picture."""
+    plain = text.translate(_PLAIN)
+    return " ".join("".join(c if c.isprintable() else " " for c in plain).split()) or "-"
 
 
 def _version(one: Result) -> str:

@@ -66,6 +66,9 @@ def judge(rows: Sequence[Row], reports: Sequence[Report], *, whole_tier: bool = 
         mine = [report for report in reports if report["row"] == row.id]
         if row.runs and not mine:
             verdict.problems.append(f"{row.id}: left no report (it did not start, or its session was refused: T1)")
+        for version in row.python if mine and len(row.python) > 1 else ():
+            if not any(f"{report['python']}.".startswith(f"{version}.") for report in mine):
+                verdict.problems.append(f"{row.id}: left no report of Python {version} (T1)")
         if mine and not row.runs:
             verdict.problems.append(f"{row.id}: is declared as not run ({row.reason}) and left a report: never green")
         for report in mine:

@@ -49,9 +49,12 @@ def read(path: Path) -> Result:
         ResultError: it is cut short, of another version, incomplete, changed, or claims what cannot be.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        json.dumps(found, ensure_ascii=False).encode()  # a half of a surrogate pair is JSON, and no text
     except OSError as error:
         raise ResultError(f"{path}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ResultError(f"{path}: is no result: it is nested too deeply") from None
     except ValueError as error:
         raise ResultError(f"{path}: is no whole JSON document, perhaps cut short: {error}") from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
@@ -66,6 +69,18 @@ def read(path: Path) -> Result:
     return Result(path.name, found)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are there once: of two, a reader may see the one and we the other.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
 # -- shape ----------------------------------------------------------------------------------------------
 
 Check = Callable[[Any], str | None]
@@ -76,10 +91,15 @@ def _is(kind: type, words: str) -> Check:
     return lambda value: None if type(value) is kind else words
 
 
-def _map_of(inner: Check) -> Check:
+def _map_of(inner: Check, names: str = "") -> Check:
+    """An object of such values; ``names``: what its keys look like, where they are shown as they are."""
+
     def check(value: Any) -> str | None:
         if not isinstance(value, dict):
             return "an object"
+        odd = [key for key in value if names and not re.fullmatch(names, key)]
+        if odd:
+            return f"an object whose keys are of the form {names}, unlike {odd[0][:40]!r}"
         wrong = [f"{key!r} must be {said}" for key, one in value.items() if (said := inner(one)) is not None]
         return f"an object in which {'; '.join(wrong)}" if wrong else None
 
@@ -92,10 +112,10 @@ def _or_null(inner: Check) -> Check:
 
 def _date(value: Any) -> str | None:
     try:
-        datetime.date.fromisoformat(value)
+        known = datetime.date.fromisoformat(value).isoformat()
     except (TypeError, ValueError):
-        return "a date like 2026-11-30"
-    return None
+        known = ""
+    return None if known and known == value else "a date like 2026-11-30"  # files are put in order by their text
 
 
 def _capability(value: Any) -> str | None:
@@ -125,11 +145,11 @@ _SHAPE: Mapping[str, Check] = {
     "packages": _map_of(_STRING),
     "settings": _map_of(_STRING),
     "device": _map_of(_STRING),
-    "capabilities": _map_of(_capability),
+    "capabilities": _map_of(_capability, r"[a-z][a-z0-9_]*"),
     "conforms": _is(bool, "true or false"),
     "broken": _or_null(_STRING),
     "other_failures": lambda v: None if isinstance(v, list) and all(isinstance(i, str) for i in v) else "a list of ids",
-    "rules": _map_of(_rule),
+    "rules": _map_of(_rule, r"[A-Z]+[0-9]+"),
     "bench": _or_null(_is(dict, "an object")),
     "digest": _STRING,
 }
@@ -198,3 +218,5 @@ def _verdict_problems(found: Mapping[str, Any]) -> Iterable[str]:
     holds = not bad and not found["broken"] and not found["other_failures"]
     if found["conforms"] and not holds:
         yield f"it says that the backend conforms, and {', '.join(bad) or 'its run'} did not hold"
+    if found["conforms"] and not any(one["passed"] for one in found["rules"].values()):
+        yield "it says that the backend conforms, and no test of any rule passed"

@@ -137,8 +137,8 @@ class DeviceMemory:
         if self._tensor is None:
             return
         self._tensor = None
-        _own.pop(self._address, None)
         if self._close is not None:
+            _own.pop(self._address, None)  # a view of our own memory closes nothing: its owner does
             self._family.ensure_context(self._index)
             self._family.module.synchronize(self._index)
             self._close(self._address)

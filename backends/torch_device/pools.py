@@ -42,9 +42,11 @@ def bury(thing: Any) -> None:
 
 def clear_graveyard() -> None:
     """Drop what was buried, unless a capture is open anywhere in the process."""
-    if not open_captures:
-        while _graveyard:
+    while not open_captures:  # asked each time: another thread may begin one meanwhile
+        try:
             _graveyard.pop()
+        except IndexError:  # empty; threads may do this at once, so the last one may be gone since anybody looked
+            return
 
 
 _pools: weakref.WeakKeyDictionary[Workspace, GraphPool] = weakref.WeakKeyDictionary()

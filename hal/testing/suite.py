@@ -34,6 +34,7 @@ class RuleResult:
         tests, controls: pytest's ids.
         reasons: why tests of it were skipped.
         not_applicable: why this backend is not asked.
+        held: which kinds passed, ``tests`` and ``controls``: one alone shows nothing of the rule.
     """
 
     rule: Rule
@@ -44,6 +45,7 @@ class RuleResult:
     controls: list[str] = field(default_factory=list[str])
     reasons: list[str] = field(default_factory=list[str])
     not_applicable: str = ""
+    held: set[str] = field(default_factory=set[str])
 
     @property
     def verdict(self) -> str:
@@ -51,7 +53,7 @@ class RuleResult:
         if self.failed:
             return "failed"
         if self.tests and self.controls:
-            return "passed" if self.passed else "skipped"
+            return "passed" if self.held == {"tests", "controls"} else "skipped"
         return "not applicable" if self.not_applicable else "not covered"
 
     @property
@@ -89,7 +91,7 @@ class SuiteResult:
     @property
     def ok(self) -> bool:
         """Whether the backend conforms; a run in which nothing ran shows nothing."""
-        ran = any(result.passed for result in self.rules)
+        ran = any(result.verdict == "passed" for result in self.rules)
         return ran and not self.broken and not self.other_failures and all(result.ok for result in self.rules)
 
     def as_json(self) -> dict[str, Any]:
@@ -191,10 +193,10 @@ def _gathered(backend: str, rules: Sequence[Rule], found: dict[str, Any], broken
             result.passed += test["outcome"] in _PASSED
             result.skipped += test["outcome"] in _SKIPPED
             result.failed += failed
-            if result.rule.id in test["invariants"]:
-                result.tests.append(test["id"])
-            if result.rule.id in test["controls"]:
-                result.controls.append(test["id"])
+            for kind, key in (("tests", "invariants"), ("controls", "controls")):
+                if result.rule.id in test[key]:
+                    getattr(result, kind).append(test["id"])
+                    result.held |= {kind} if test["outcome"] in _PASSED else set()
             reason = str(test["reason"]).removeprefix("Skipped: ")
             if reason and reason not in result.reasons:
                 result.reasons.append(reason)

@@ -128,6 +128,15 @@ def test_a_row_without_a_machine_that_left_a_report_is_not_green() -> None:
     assert judge([declared], [], whole_tier=False).ok
 
 
+@pytest.mark.invariant("T1")
+def test_a_row_of_several_pythons_wants_a_report_of_each() -> None:
+    several = row(python=("3.1", "3.11"))
+    found = judge([several], [report(test("t.py::a"))], whole_tier=False).problems
+    assert found == ["cpu: left no report of Python 3.1 (T1)"]
+    both = [report(test("t.py::a")), {**report(test("t.py::a")), "python": "3.1.9"}]
+    assert judge([several], both, whole_tier=False).ok
+
+
 @pytest.mark.invariant("T2", control=True)
 def test_one_test_that_ran_is_enough_and_no_row_no_rule(tmp_path: Path) -> None:
     done = session(tmp_path, test_a=SKIPPED, test_b=PASSES)

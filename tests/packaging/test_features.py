@@ -107,6 +107,16 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no capabilities": (document(capabilities={}), "capabilities is empty"),
     "conforms": (document(broken="status 3"), "it says that the backend conforms"),
     "benchmark": (document(bench={"backend": "cuda", "evidence": "cpu"}), "its benchmark's backend is 'cuda'"),
+    "conforms on nothing": (
+        document(rules={"G1": {**HELD, "verdict": "skipped", "passed": 0, "skipped": 3}}),
+        "no test of any rule passed",
+    ),
+    "another calendar": (document(date="20261201"), "date must be a date like"),
+    "a capability's name": (document(capabilities={"a` |\n# b": True}), "keys are of the form"),
+    "a rule's name": (document(rules={"G1|\n# b": HELD}), "keys are of the form"),
+    "nested": ("[" * 200_000, "nested too deeply"),
+    "half a character": (document(python="\ud800"), "no whole JSON document"),
+    "said twice": ('{"schema": "halma.result/0", ' + json.dumps(document())[1:], "a key is there twice"),
     "a number": (document(simulated=0), "simulated must be true or false"),
 }
 
@@ -152,6 +162,16 @@ def test_columns_say_how_they_were_obtained_and_what_did_not_hold(tmp_path: Path
     assert any(line.startswith("- musa-s5000 (evidence musa): no S5000") for line in lines)
 
 
+def test_what_a_file_says_is_text_on_the_page(tmp_path: Path) -> None:
+    hostile = "[a](http://b) ![c](http://d) `e` \x1b[31m\u2028# f\\ <img src=g>"
+    skipped = {**HELD, "verdict": "skipped", "passed": 0, "skipped": 1, "why": hostile}
+    one = read(put(tmp_path, document(device={"name": hostile}, python=hostile, rules={"G1": HELD, "G2": skipped})))
+    lines = page([one]).splitlines()
+    safe = "(a)(http://b) !(c)(http://d) 'e' (31m # f/ (img src=g)"
+    assert f"| device | {safe} |" in lines and f"| Python | {safe} |" in lines
+    assert f"- one.json: G2 skipped: {safe}" in lines
+
+
 def test_of_one_device_the_latest_counts_and_others_stand_beside(tmp_path: Path) -> None:
     old = read(put(tmp_path, document(date="2026-11-29"), "old.json"))
     new = read(put(tmp_path, document(), "new.json"))
@@ -178,7 +198,9 @@ def test_a_page_that_drifted_is_found_and_rewritten(tmp_path: Path) -> None:
 
 
 def shown(evidence: str = "cpu") -> SuiteResult:
-    one = RuleResult(Rule("G1", "a rule"), passed=2, tests=["t.py::a"], controls=["t.py::b"])
+    one = RuleResult(
+        Rule("G1", "a rule"), passed=2, tests=["t.py::a"], controls=["t.py::b"], held={"tests", "controls"}
+    )
     return SuiteResult("cpu", evidence, [one], [], "", "")
 
 

@@ -47,6 +47,9 @@ def test_an_explanation_is_marked_too() -> None:
     done = run("-m", "halma", "explain", "--op", "swiglu", "--backend", "musa")
     assert done.returncode == 0 and "halma: note: musa is simulated" in done.stderr, done.stderr
     assert "runs no kernels of the portable dialect" in done.stdout
+    for more in ((), ("--op", "swiglu")):
+        done = run("-m", "halma", "explain", *more, "--backend", "musa", "--json")
+        assert json.loads(done.stdout)["evidence"] == "simulated", done.stderr
 
 
 @pytest.mark.nightly  # 11 s

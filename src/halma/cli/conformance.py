@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from halma.cli.output import emit_json, print_table, progress_bar
-from halma.cli.result import read_bench, result_document, write_result
+from halma.cli.result import read_bench, refuse_unwritable, result_document, write_result
 from halma.hal.errors import RequestError
 from halma.hal.registry import default_registry
 from halma.hal.testing.rules import Rule, written_tests
@@ -45,6 +45,8 @@ def conformance(
         )
     name = default_registry().choose(backend)[0].name
     measured = None if bench is None else read_bench(bench, name, default_registry().spec(name).evidence)
+    if output is not None:
+        refuse_unwritable(output)
     with progress_bar(f"testing {name}", disable=json):
         result = run_suite(name, rules)
     if output is not None:

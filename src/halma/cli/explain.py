@@ -66,11 +66,12 @@ def explain(
 
     missing = registry.load_routes(backend=name)
     if op is None:
-        _list_ops(table, name, missing, json=json)
+        _list_ops(table, name, missing, evidence=registry.spec(name).evidence, json=json)
         return
     table.get(op)
     calls = [described(op, table, shape)] if shape else _examples(op, rows)
-    show_decisions([(decide(table, name, op, call), 0) for call in calls], backend=name, missing=missing, json=json)
+    counted = [(decide(table, name, op, call), 0) for call in calls]
+    show_decisions(counted, backend=name, evidence=registry.spec(name).evidence, missing=missing, json=json)
     _print_words(json)
 
 
@@ -105,7 +106,7 @@ def _explain_model(model: str, backend: str | None, mtp: str | None, *, json: bo
     if auto:
         AdaptiveDrafts(measured_costs(loaded.runner)).choose(requests=1)
     shown = [one for kind in ("drafts", "memory", "op") for one in decisions.all(kind)]
-    show_decisions(shown, backend=chosen.name, json=json)
+    show_decisions(shown, backend=chosen.name, evidence=chosen.evidence, json=json)
     loaded.runner.close()
     _print_words(json)
 
@@ -116,20 +117,22 @@ def _print_words(json: bool) -> None:
 
 
 def show_decisions(
-    decisions: Iterable[Counted], *, backend: str, missing: Sequence[str] = (), json: bool = False
+    decisions: Iterable[Counted], *, backend: str, evidence: str, missing: Sequence[str] = (), json: bool = False
 ) -> None:
     """Print decisions with all their candidates.
 
     Args:
         decisions: records of the layer with counts.
         backend: the backend they are for.
+        evidence: how results of it are obtained; plain text says "simulated" beside itself.
         missing: reasons of plugins whose routes could not be looked at.
         json: as one object of the schema ``halma.explain/1``.
     """
     decisions = list(decisions)
     if json:
         records = [{**decision.as_json(), "count": count} for decision, count in decisions]
-        emit_json({"schema": "halma.explain/1", "backend": backend, "missing": list(missing), "decisions": records})
+        head = {"schema": "halma.explain/1", "backend": backend, "evidence": evidence}
+        emit_json({**head, "missing": list(missing), "decisions": records})
         return
     for position, (decision, count) in enumerate(decisions):
         times = f"  ({count} {'time' if count == 1 else 'times'})" if count else ""
@@ -253,7 +256,7 @@ def _examples(op: str, rows: int) -> list[dict[str, Any]]:
     return [dict(zip(names, example.build(0, rows), strict=False)) for example in examples_of(op)]
 
 
-def _list_ops(table: OpTable, backend: str, missing: Sequence[str], *, json: bool) -> None:
+def _list_ops(table: OpTable, backend: str, missing: Sequence[str], *, evidence: str, json: bool) -> None:
     listed = [
         {
             "op": op.name,
@@ -271,8 +274,8 @@ def _list_ops(table: OpTable, backend: str, missing: Sequence[str], *, json: boo
     ]
     unclaimed = [f"{route.name} of {route.op}, from {route.origin}" for route in table.unclaimed()]
     if json:
-        document = {"backend": backend, "missing": list(missing), "unclaimed": unclaimed, "ops": listed}
-        emit_json({"schema": "halma.ops/1", **document})
+        head = {"schema": "halma.ops/1", "backend": backend, "evidence": evidence}
+        emit_json({**head, "missing": list(missing), "unclaimed": unclaimed, "ops": listed})
         return
     rows = [
         (

@@ -84,7 +84,7 @@ def read_bench(path: Path, backend: str, evidence: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{path} cannot be read", found=str(error), do="halma bench decode --json > FILE") from None
     head = {"schema": "halma.bench/1", "backend": backend, "evidence": evidence}
     wrong = [
@@ -99,10 +99,33 @@ def read_bench(path: Path, backend: str, evidence: str) -> dict[str, Any]:
     return found
 
 
+def refuse_unwritable(path: Path) -> None:
+    """Before minutes of tests: whether :func:`write_result` will find its place.
+
+    Raises:
+        RequestError: it will not.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = _part(path)
+        scratch.touch()
+        scratch.unlink()
+    except OSError as error:
+        raise RequestError(
+            f"{path} cannot be written", found=str(error), do="--output FILE, in a folder of yours"
+        ) from None
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
+
+
 def write_result(document: Mapping[str, Any], path: Path) -> None:
     """Write it whole or not at all; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.part")
+    scratch = _part(path)
     scratch.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     scratch.replace(path)
 

@@ -267,9 +267,19 @@ def _group_of(backend: Backend, team: Team, tp: int) -> Any:
 
 def world_of(backend: Backend, ranks: Sequence[int] | None = None) -> Any:
     """All ranks, or those of ``ranks``, with the vendor's collectives for what no channel does. Every process calls it,
-    members or not."""
+    members or not.
+
+    Raises:
+        RequestError: this build of the vendor's torch has no such library; one rank works without it.
+    """
     import torch.distributed as distributed
 
+    if backend.capabilities.collective_backend is None:
+        raise RequestError(
+            f"several ranks cannot meet on the {backend.name} backend",
+            found=backend.collectives.unsupported() or "it has no library of collectives",
+            do="one rank, or a build of torch that has the library",
+        )
     kind, members = backend.device.torch_device.type, None if ranks is None else list(ranks)
     if kind != "cpu":
         return distributed.new_group(members, backend=f"cpu:gloo,{kind}:{backend.collectives.torch_backend}")

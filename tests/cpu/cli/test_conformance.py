@@ -71,6 +71,18 @@ def test_bad_input_is_code_2(halma: Halma) -> None:
     assert halma("conformance", "--backend", "nowhere").code == 2
 
 
+@pytest.mark.torchfree
+@pytest.mark.parametrize("place", [".", "file/result.json"])
+def test_a_place_for_the_result_that_cannot_be_written_is_refused_before_the_suite_runs(
+    halma: Halma, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(command, "run_suite", lambda backend, rules: pytest.fail("minutes, for nothing"))
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    done = halma("conformance", "--backend", "cpu", "--output", str(tmp_path / place))
+    assert done.code == 2 and "cannot be written" in done.err
+    assert [one.name for one in tmp_path.iterdir()] == ["file"], "and nothing is left"
+
+
 def test_without_pytest_it_says_which_extra_has_it(halma: Halma, monkeypatch: pytest.MonkeyPatch) -> None:
     real = suite_module.importlib.util.find_spec
     monkeypatch.setattr(suite_module.importlib.util, "find_spec", lambda name: None if name == "pytest" else real(name))
@@ -109,6 +121,17 @@ def test_what_is_skipped_says_why_and_a_run_of_skips_shows_nothing(tmp_path: Pat
     result = ran(tmp_path, skipped)
     assert (result.rules[0].verdict, result.rules[0].why, result.ok) == ("skipped", "no such part", False)
     assert ran(tmp_path, skipped + more, Rule("W1", ""), Rule("W2", "")).ok
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("skipped", ["guard", "control"])
+def test_a_control_arm_alone_shows_nothing_of_its_rule_nor_does_a_guard(tmp_path: Path, skipped: str) -> None:
+    parts = {"guard": GUARD.format(guard="True"), "control": CONTROL.format(control="True")}
+    parts[skipped] = SKIPPED + parts[skipped]
+    result = ran(tmp_path, "".join(parts.values()))
+    (found,) = result.rules
+    assert (found.verdict, found.why, found.passed, found.skipped) == ("skipped", "no such part", 1, 1)
+    assert not result.ok, "nothing was shown of any rule"
 
 
 @pytest.mark.parametrize("text", ["import nothing_of_that_name\n" + GUARD, GUARD + "import os\nos._exit(3)\n"])

@@ -94,7 +94,7 @@ def test_the_decision_is_the_one_that_a_program_makes(
 ) -> None:
     decision = decide(table, "cpu", "scale", described("scale", table, [f"x={rows}x4", "factor=2"]))
     assert decision.chosen == chosen
-    show_decisions([(decision, 0)], backend="cpu")
+    show_decisions([(decision, 0)], backend="cpu", evidence="cpu")
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == f"scale(x=float32[{rows}, 4], factor=2.0, flag=False) op on cpu"
     assert "elsewhere refused is for other, the backend is cpu" in lines
@@ -111,13 +111,13 @@ def test_settings_are_in_effect(table: OpTable, monkeypatch: pytest.MonkeyPatch)
 
 def test_any_list_of_decisions_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     graph = Decision("graph", "T=1", "eager", (Candidate("eager", True, "capture is switched off"),))
-    show_decisions([(graph, 3)], backend="cpu", missing=["pkg 1.0: no compiler"])
+    show_decisions([(graph, 3)], backend="cpu", evidence="cpu", missing=["pkg 1.0: no compiler"])
     out = capsys.readouterr().out
     assert "T=1  graph on cpu  (3 times)" in out
     assert "not looked at: pkg 1.0: no compiler" in out
-    show_decisions([(graph, 3)], backend="cpu", json=True)
+    show_decisions([(graph, 3)], backend="other", evidence="simulated", json=True)
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == "halma.explain/1"
+    assert (document["schema"], document["evidence"]) == ("halma.explain/1", "simulated")
     assert document["decisions"][0]["count"] == 3
     assert document["decisions"][0]["candidates"][0]["reason"] == "capture is switched off"
 
