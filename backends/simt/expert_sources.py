@@ -10,6 +10,7 @@ from halma.hal.backend import KernelSource
 from halma.hal.errors import KernelError
 
 HEADERS: Final = ("dialect.h", "dialect_musa.h", "matrix.h", "matrix_musa.h", "rounding.h", "expert_items.h")
+FP4_HEADERS: Final = tuple(f"experts_fp4_{part}.h" for part in ("codes", "items", "rows", "thin", "tokens", "wide"))
 BITS: Final = {"plain": 16, "fp8_block128": 8, "fp4_block32": 4}
 """Bits of a weight by its format; plain ones are bf16."""
 FRAGMENT_LANES: Final = 32
@@ -82,27 +83,21 @@ TILINGS: Final = {tiling.name: tiling for tiling in (THIN, WIDE)}
 
 
 FP4_PAIRS: Final = 8
-"""``MOST_PAIRS`` of experts_fp4.cu: one tile of tokens."""
+"""``MOST_PAIRS`` of experts_fp4.cu."""
 FP4_THIN_SLOTS = 64
 """Up to here experts have fewer tiles of rows than a device has warps, so that these share K."""
-FP4_MEANS = (4, 1e9)
-"""Slots an expert up to which one pass of a wide launch serves one, and two, tiles of 8 tokens; about half are real.
-Three of 4,096 columns leave 28 KB of a multiprocessor as cache for loads under way; two do for 90 % of experts of 12.
-"""
-FP4_ROOM = True
-"""Thin launches take shared memory for the tokens there can be, else for eight."""
-FP4_BATCH = 3
-"""Groups of 8 columns that a thread of ``down_few`` loads before it rounds the first; up to two of them in the other
-kernels that have few tokens."""
-FP4_CHAINS = 2
-"""Sums of a step that thin launches have under way side by side, 1 or 2."""
+FP4_THIN_TOKENS = 4
+"""That a thin launch has room for, and one pass over an expert's weights serves; hardly an expert has more there."""
+FP4_MEANS = (4, 16)
+"""Slots an expert up to which one pass of a wide launch serves one, and two, tiles of 8 tokens; about half are real."""
+FP4_MOST = 104 * 1024
+"""Bytes of shared memory up to which it serves three. Those of 4,096 columns leave 28 KB of a multiprocessor for cache
+for loads under way; two do for 90 % of experts of 12."""
 FP4_CARVEOUT: int | None = 44
 """Percent of the memory of a multiprocessor that wide launches of one tile, and those between, ask to have shared: 100
 KB. With the driver's own choice ``expert_layout`` leaves the products less cache for loads under way."""
-_FP4_SUMS: Final = 2 * 8 * 8 * 20 * 4
 _FP4_STATIC: Final = 5 * 1024
-_FP4_RESIDENT: Final = {"up_thin": 2, "up_few": 2, "down_thin": 3, "down_few": 3, "up_wide": 1, "down_wide": 1}
-"""Blocks a multiprocessor, as in the kernels' launch bounds."""
+_FP4_ENTRIES: Final = ("up_thin", "down_thin", "up_few", "down_few", "up_wide", "down_wide")
 
 
 @dataclass(frozen=True)
@@ -111,13 +106,11 @@ class Fp4Launch:
 
     Args:
         entry: the kernel.
-        tiles: of 8 tokens, that one pass over a tile of weights serves.
-        tokens: of thin ones, that there is room for.
+        room: tiles of 8 tokens that one pass over the weights serves; of thin ones tokens.
     """
 
     entry: str
-    tiles: int
-    tokens: int = 8
+    room: int
 
     @property
     def threads(self) -> int:
@@ -125,17 +118,15 @@ class Fp4Launch:
 
     @property
     def resident(self) -> int:
-        return _FP4_RESIDENT[self.entry]
-
-    @property
-    def room(self) -> int:
-        """What the kernel is told: tiles, or tokens of a thin one."""
-        return self.tiles if self.entry.endswith("wide") else self.tokens
+        """Blocks a multiprocessor, as in the kernels' launch bounds."""
+        return 1 if self.entry.endswith("wide") else 2
 
     def shared_bytes(self, k: int) -> int:
-        """fp16 tokens, their scales, and where slices of K are added up."""
-        tokens = 8 * self.tiles if self.entry.endswith("wide") else self.tokens
-        return tokens * 2 * k + self.tiles * (k // 128 * 32) + (0 if self.entry.endswith("wide") else _FP4_SUMS)
+        """Tokens in fp16 and their scales; of thin launches also where slices of K are added up."""
+        steps = k // 128
+        if self.entry.endswith("wide"):
+            return 8 * self.room * (2 * k + 4 * steps)
+        return steps * (4 * (64 * self.room + 16) + 32) + 2 * 8 * self.room * 20 * 4
 
 
 def fp4_tiling(slots: int) -> str:
@@ -149,22 +140,37 @@ def fp4_launch(entry: str, slots: int, experts: int, k: int, shared_bytes: int) 
     More tiles than the usual expert needs would take shared memory from the cache that loads go through.
 
     Raises:
-        KernelError: no tile of tokens fits.
+        KernelError: they do not fit: one tile of tokens, one token of a thin launch, or all of a few.
     """
-    tiles = 1
+    least = 1
     if entry.endswith("wide"):
         mean = slots / max(experts, 1)
-        tiles = 1 + sum(mean > most for most in FP4_MEANS)
-    tokens = max(1, min(slots, 8)) if FP4_ROOM else 8
-    while tiles and Fp4Launch(entry, tiles, tokens).shared_bytes(k) > shared_bytes - _FP4_STATIC:
-        tiles -= 1
-    if not tiles:
-        raise KernelError(
-            f"the experts' kernels need more shared memory than a block has here ({shared_bytes:,} bytes)",
-            asked=f"8 tokens of {k} columns",
-            do="use another route of grouped_ffn and expert_ffn",
-        )
-    return Fp4Launch(entry, tiles, tokens)
+        room = 1 + sum(mean > most for most in FP4_MEANS)
+        room -= room == 3 and Fp4Launch(entry, room).shared_bytes(k) > FP4_MOST
+    elif entry.endswith("few"):
+        room = least = max(1, slots)
+    else:
+        room = max(1, min(slots, FP4_THIN_TOKENS))
+    for cut in (Fp4Launch(entry, tokens) for tokens in range(room, least - 1, -1)):
+        if cut.shared_bytes(k) <= shared_bytes - _FP4_STATIC:
+            return cut
+    raise KernelError(
+        f"the experts' kernels need more shared memory than a block has here ({shared_bytes:,} bytes)",
+        asked=f"{least * (8 if entry.endswith('wide') else 1)} tokens of {k} columns",
+        do="use another route of grouped_ffn and expert_ffn",
+    )
+
+
+def fp4_takes_few(pairs: int, choices: int, width: int, inner: int, shared_bytes: int) -> bool:
+    """Whether blocks can lay so many pairs out themselves."""
+    if not 0 < pairs <= FP4_PAIRS:
+        return False
+    try:
+        fp4_launch("up_few", pairs // choices, 1, width, shared_bytes)
+        fp4_launch("down_few", pairs, 1, inner, shared_bytes)
+    except KernelError:
+        return False
+    return True
 
 
 def why_not_sizes(bits: int, width: int, inner: int) -> str | None:
@@ -202,13 +208,10 @@ def _defines(target: Target) -> dict[str, str]:
 def products_source(bits: int, shared_bytes: int, target: Target) -> KernelSource:
     """The products of weights of ``bits`` bits on a device whose blocks have ``shared_bytes`` of shared memory."""
     if bits == 4:
-        defines = {
-            **_defines(target),
-            "HALMA_FP4_BATCH": f"{FP4_BATCH}u",
-            "HALMA_FP4_CHAINS": f"{FP4_CHAINS}u",
-        }
-        carveout = {} if FP4_CARVEOUT is None else {"up_wide": FP4_CARVEOUT, "down_wide": FP4_CARVEOUT}
-        return KernelSource("experts_fp4", text_of("experts_fp4.cu"), _headers(), defines, carveout)
+        headers = {**_headers(), **{name: text_of(name) for name in FP4_HEADERS}}
+        return KernelSource(
+            "experts_fp4", text_of("experts_fp4.cu"), headers, _defines(target), _carveout("up_wide", "down_wide")
+        )
     defines = {
         **_defines(target),
         "HALMA_BITS": str(bits),
@@ -223,16 +226,14 @@ def products_source(bits: int, shared_bytes: int, target: Target) -> KernelSourc
 
 def rows_source(target: Target) -> KernelSource:
     """expert_rows.cu."""
-    carveout: dict[str, int] = {}
-    if FP4_CARVEOUT is not None:
-        carveout.update((entry, FP4_CARVEOUT) for entry in ROW_ENTRIES)
-    return KernelSource("expert_rows", text_of("expert_rows.cu"), _headers(), _defines(target), carveout)
+    text = text_of("expert_rows.cu")
+    return KernelSource("expert_rows", text, _headers(), _defines(target), _carveout(*ROW_ENTRIES))
 
 
 def product_entries(bits: int) -> tuple[str, ...]:
     """Kernels of :func:`products_source`: ``raw`` ones round their tokens themselves, as all do for 4 bits."""
     if bits == 4:
-        return tuple(_FP4_RESIDENT)
+        return _FP4_ENTRIES
     thin = ("down_thin",) if bits == 16 else ("up_thin_raw", "down_thin_raw")
     return ("up_thin", "up_wide", "down_wide", "up_few", "down_few", *thin)
 
@@ -242,3 +243,7 @@ ROW_ENTRIES: Final = ("expert_layout", "round_float32", "round_bfloat16", "exper
 
 def _headers() -> dict[str, str]:
     return {name: text_of(name) for name in HEADERS}
+
+
+def _carveout(*entries: str) -> dict[str, int]:
+    return {} if FP4_CARVEOUT is None else dict.fromkeys(entries, FP4_CARVEOUT)

@@ -25,11 +25,12 @@ DEVICE void copy8_async(void* to, const void* from) {
 DEVICE void copy4_async(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-// Loads of what nobody writes while the grid runs, under way from here on; a stream's are read once.
+// Loads of what nobody writes while the grid runs, under way from here on; a stream's are read once. These are no `nc`
+// ones, which the compiler moves across barriers, behind arithmetic that they were to be under way beside.
 DEVICE Quad load16_stream(const void* from) {
   Quad value;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3]) : "l"(from));
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3]) : "l"(from) : "memory");
   return value;
 }
 DEVICE Quad load16_constant(const void* from) {

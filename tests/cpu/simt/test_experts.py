@@ -14,6 +14,7 @@ from halma.backends.simt.expert_sources import (
     THIN,
     WIDE,
     fp4_launch,
+    fp4_takes_few,
     fp4_tiling,
     tiling_of,
     why_not_sizes,
@@ -118,7 +119,7 @@ def test_too_little_memory_is_an_error_with_a_way_out() -> None:
     with pytest.raises(KernelError, match="use another route"):
         THIN.stages(8, 48 * 1024)
     with pytest.raises(KernelError, match="use another route"):
-        fp4_launch("up_thin", 6, 128, 4096, 48 * 1024)
+        fp4_launch("up_wide", 6, 128, 4096, 48 * 1024)
 
 
 def test_few_rows_an_expert_make_thin_items() -> None:
@@ -128,32 +129,33 @@ def test_few_rows_an_expert_make_thin_items() -> None:
     assert tiling_of(64 * 6, 128, 4096, 2048 + 64) is THIN, "wide tiles hold whole blocks of 128 channels"
 
 
-@pytest.mark.parametrize("k", [512, 2048, 4096, 7168])
+@pytest.mark.parametrize("shared", [101_376, 166_912, HOPPER])
+@pytest.mark.parametrize("k", [512, 2048, 4096])
 @pytest.mark.parametrize("entry", ["up_thin", "down_few", "up_wide", "down_wide"])
-def test_fp4_tokens_fit_the_memory_of_a_block(entry: str, k: int) -> None:
-    for slots in (1, 6, 384, 3072, 49_152):
-        cut = fp4_launch(entry, slots, 128, k, HOPPER)
-        assert 1 <= cut.tiles <= (3 if entry.endswith("wide") else 1)
-        tokens = 8 * cut.tiles if entry.endswith("wide") else min(slots, 8)
-        assert cut.shared_bytes(k) >= tokens * k * 2, "fp16 tokens"
-        assert cut.shared_bytes(k) + 5 * 1024 <= HOPPER
+def test_fp4_tokens_fit_the_memory_of_a_block(entry: str, k: int, shared: int) -> None:
+    for slots in (1, 3) if entry.endswith("few") else (1, 6, 384, 3072, 49_152):
+        cut = fp4_launch(entry, slots, 128, k, shared)
+        tokens = 8 * cut.room if entry.endswith("wide") else cut.room
+        assert 1 <= cut.room <= (3 if entry.endswith("wide") else 4)
+        assert cut.shared_bytes(k) >= tokens * k * 2
+        assert cut.shared_bytes(k) + 5 * 1024 <= shared
 
 
 def test_fp4_passes_grow_with_the_slots_of_an_expert() -> None:
-    assert [fp4_launch("up_wide", slots, 128, 4096, HOPPER).tiles for slots in (48, 384, 1536, 3072)] == [1, 1, 2, 2]
-    assert fp4_launch("up_thin", 3072, 128, 4096, HOPPER).tiles == 1
-    assert fp4_launch("up_wide", 3072, 128, 7168, HOPPER).tiles == 1, "as many as fit"
+    assert [fp4_launch("up_wide", slots, 128, 4096, HOPPER).room for slots in (48, 384, 1536, 3072)] == [1, 1, 2, 2]
+    assert fp4_launch("down_wide", 3072, 128, 2048, HOPPER).room == 3, "no cache is lost"
+    assert fp4_launch("up_wide", 3072, 128, 7168, HOPPER).room == 1, "as many as fit"
+    assert [fp4_launch("up_thin", slots, 128, 4096, HOPPER).room for slots in (0, 1, 3, 4, 64)] == [1, 1, 3, 4, 4]
     assert [fp4_tiling(slots) for slots in (6, 64, 65)] == ["thin", "thin", "wide"]
 
 
-def test_thin_fp4_launches_have_room_for_the_tokens_there_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    for entry in ("up_few", "down_few", "up_thin", "down_thin"):
-        rooms = [fp4_launch(entry, slots, 128, 4096, HOPPER) for slots in (0, 1, 6, 8, 64)]
-        assert [cut.room for cut in rooms] == [1, 1, 6, 8, 8]
-        assert rooms[3].shared_bytes(4096) - rooms[1].shared_bytes(4096) == 7 * 4096 * 2
-    assert fp4_launch("up_wide", 3072, 128, 4096, HOPPER).room == 2, "what wide ones are told are tiles"
-    monkeypatch.setattr(expert_sources, "FP4_ROOM", False)
-    assert fp4_launch("up_few", 1, 128, 4096, HOPPER).room == 8
+def test_a_few_pairs_are_laid_out_by_blocks_where_all_their_tokens_fit() -> None:
+    assert [fp4_launch("down_few", slots, 128, 2048, HOPPER).room for slots in (1, 6, 8)] == [1, 6, 8]
+    assert fp4_takes_few(6, 6, 4096, 2048, HOPPER) and fp4_takes_few(8, 1, 4096, 2048, HOPPER)
+    assert not fp4_takes_few(9, 9, 4096, 2048, HOPPER) and not fp4_takes_few(0, 6, 4096, 2048, HOPPER)
+    assert not fp4_takes_few(8, 1, 16_384, 2048, HOPPER)
+    with pytest.raises(KernelError, match="use another route"):
+        fp4_launch("up_few", 8, 128, 16_384, HOPPER)
 
 
 def test_kernels_between_the_products_ask_for_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
