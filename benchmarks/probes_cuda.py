@@ -17,10 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks import capture_errors as _capture_errors  # noqa: F401  (registers probe 1)
 from benchmarks.capture_probes import Row, capturing, probe, probes, said
 
 SECONDS = 120
 PROCESSES = 6
+
 
 @probe(2, "end, eager work, begin on one stream with a shared pool; and a bare end and begin; 3 replays each")
 def segments() -> Iterator[tuple[str, str]]:
