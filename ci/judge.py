@@ -1,6 +1,7 @@
 """Rules T1 to T5 over the reports of a run: what exit statuses alone would let through.
 
-``python -m ci.judge [--tier pr] REPORT.json...`` prints every problem and exits 1 if there is one.
+``python -m ci.judge [--tier pr] REPORT.json...`` prints every problem and exits 1 if there is one, a file that is no
+report included.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ _DID_RUN = frozenset({"passed", "failed", "error", "xfailed", "xpassed"})
 Report = Mapping[str, Any]
 
 
+class ReportError(Exception):
+    """A file that cannot be judged, with the reason."""
+
+
 @dataclass
 class Verdict:
     """What is wrong, and what a person should know."""
@@ -42,13 +47,19 @@ def read(paths: Iterable[Path]) -> list[Report]:
     """The reports in ``paths``.
 
     Raises:
-        ValueError: a file that is no report of this version.
+        ReportError: a file that cannot be read, or is no report of this version.
     """
     reports: list[Report] = []
     for path in paths:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            raise ValueError(f"{path} is not a report of the form {SCHEMA}")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ReportError(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ReportError(f"{path} is no whole JSON document, perhaps cut short: {error}") from None
+        version = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        if version != SCHEMA:
+            raise ReportError(f"{path} is not a report of the form {SCHEMA}: its schema is {version!r}")
         reports.append(data)
     return reports
 
@@ -181,7 +192,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tier", choices=TIERS, default="pr")
     parser.add_argument("reports", nargs="+", type=Path)
     options = parser.parse_args(arguments)
-    reports = read(options.reports)
+    try:
+        reports = read(options.reports)
+    except ReportError as error:
+        print(f"ci: {error}", file=sys.stderr)
+        return 1
     verdict = judge([row for row in of_tier(load(), options.tier) if row.gate == "blocking"], reports)
     show(verdict, reports)
     return 0 if verdict.ok else 1

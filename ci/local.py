@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ci.judge import judge, read, show
+from ci.judge import ReportError, judge, read, show
 from ci.schema import ROOT, TIERS, MatrixError, Row, load, of_tier
 
 REPORTS = ROOT / ".halma" / "reports"
@@ -82,7 +82,11 @@ def run(
     if not any(row.runs for row in rows):
         print("ci: no row ran: that is a failure, not a pass", file=sys.stderr)
         return 1
-    found = read(sorted(reports.glob("*.json")))
+    try:
+        found = read(sorted(reports.glob("*.json")))
+    except ReportError as error:  # a row that was killed while it wrote
+        print(f"ci: {error}", file=sys.stderr)
+        return 1
     verdict = judge([row for row in rows if row.gate == "blocking"], found, whole_tier=whole_tier)
     show(verdict, found)
     if failed:

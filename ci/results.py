@@ -15,6 +15,8 @@ from halma.cli.result import SCHEMA, digest
 VERDICTS = ("passed", "failed", "not covered", "skipped", "not applicable")
 _EVIDENCE_OF = {"cpu": ("cpu",), "cuda": ("cuda",), "musa": ("musa", "simulated")}
 """Evidence that our own backends can give; a stranger's gives what is none of ours' hardware."""
+_AHEAD = datetime.timedelta(days=1)
+"""By so much a date may be ahead of ours: where it was written, tomorrow has begun."""
 _NEEDS_PACKAGE = {"musa": "torch_musa"}
 """A distribution without which nothing was obtained on that hardware."""
 
@@ -171,6 +173,8 @@ def _shape_problems(found: Mapping[str, Any]) -> Iterable[str]:
 def _meaning_problems(found: Mapping[str, Any]) -> Iterable[str]:
     if found["digest"] != digest(found):
         yield "its digest is of other contents: it was changed after it was written"
+    if found["date"] > (datetime.date.today() + _AHEAD).isoformat():
+        yield f"its date, {found['date']}, is to come: it would stay the latest result until then"
     yield from _evidence_problems(found)
     yield from _verdict_problems(found)
     for key in ("capabilities", "rules", "device"):

@@ -83,7 +83,12 @@ _contexts: dict[int, Any] = {}
 
 
 def ensure_context(index: int) -> None:
-    """Make the device's primary context, the one torch uses, current on this thread; 60 ns once it is."""
+    """Make the device's primary context, the one torch uses, current on this thread; 60 ns once it is.
+
+    What this thread was made ready for is noted and not asked again: a caller who moves the thread to another device
+    (``torch.cuda.set_device``) between two calls of ours moves it back before the next. Asking the driver each time
+    would cost more than the note itself, on every launch.
+    """
     if _ready.device == index:
         return
     torch.cuda.set_device(index)

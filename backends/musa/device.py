@@ -45,7 +45,12 @@ _ready = _Ready()
 
 
 def ensure_context(index: int) -> None:
-    """Make the device torch's current one on this thread, and with it the context that the libraries use."""
+    """Make the device torch's current one on this thread, and with it the context that the libraries use.
+
+    What this thread was made ready for is noted and not asked again: a caller who moves the thread to another device
+    (``torch_musa.set_device``) between two calls of ours moves it back before the next. Asking the runtime each time
+    would cost more than the note itself, on every launch.
+    """
     if _ready.device != index:
         torch_musa().set_device(index)
         _ready.device = index

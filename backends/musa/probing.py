@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from halma.backends.musa.compiler import NO_MCC, find_mcc
 from halma.backends.musa.contract import CONTRACT, version_warning
+from halma.backends.musa.seam import LIBRARIES
 from halma.backends.torch_device import machine as machines
 from halma.backends.torch_device.machine import CHILD_SECONDS, Asked, Gpu, NoDriver
 from halma.backends.torch_device.visible import other_variables, visible_devices
@@ -171,7 +172,15 @@ def _text(error: BaseException) -> str:
 
 CHILD: Final = """
 import ctypes, json, uuid
-musa = ctypes.CDLL("libmusa.so")
+failed = []
+for file in LIBRARY_FILES:
+    try:
+        musa = ctypes.CDLL(file)
+        break
+    except OSError as error:
+        failed.append(str(error))
+else:
+    raise OSError("; ".join(failed))
 def ask(name, *args):
     call = getattr(musa, name, None) or getattr(musa, name + "_v2")
     code = call(*args)
@@ -189,7 +198,7 @@ for index in range(count.value):
     ask("muDeviceTotalMem", ctypes.byref(size), device)
     gpus.append([name.value.decode(), f"GPU-{uuid.UUID(bytes=bytes(raw))}", size.value])
 print(json.dumps({"gpus": gpus}))
-"""
+""".replace("LIBRARY_FILES", repr(LIBRARIES["musa"]))
 NO_DEVICE: Final = "muInit answers error 100"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import struct
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -154,9 +155,10 @@ class MappedFile:
         view: Any = np.frombuffer(file.mapping, np.uint8)
         host = int(view.ctypes.data)
         family.ensure_context(index)
-        if not _locked[host]:
-            calls.lock(host, view.size)
-        _locked[host] += 1
+        with _locking:
+            if not _locked[host]:
+                calls.lock(host, view.size)
+            _locked[host] += 1
         self._release = weakref.finalize(self, _unlock, family, calls, host, index, view)  # keeps it mapped until then
         self._release.atexit = False
         self.address = calls.on_device(host)
@@ -166,6 +168,9 @@ class MappedFile:
         self._release()
 
 
+_locking: Final = threading.RLock()
+"""Held over what :data:`_locked` says and the driver's call of it, or two threads that map one file both lock it. The
+same thread may come twice: a mapping that nobody holds any more is unlocked wherever the collector runs."""
 _locked: Counter[int] = Counter()
 """Address -> how many of this process's mappings hold it page-locked."""
 
@@ -173,10 +178,11 @@ _locked: Counter[int] = Counter()
 def _unlock(family: Family, calls: MemoryCalls, host: int, index: int, view: Any) -> None:
     family.ensure_context(index)
     family.module.synchronize(index)
-    _locked[host] -= 1
-    if not _locked[host]:
-        calls.unlock(host)
-        del _locked[host]
+    with _locking:
+        _locked[host] -= 1
+        if not _locked[host]:
+            del _locked[host]
+            calls.unlock(host)
 
 
 _own: dict[int, int] = {}

@@ -321,6 +321,26 @@ def test_the_judge_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert shown.rstrip().endswith("1 passed, 0 failed, 0 skipped")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"schema": "halma.test-report/2", "row": "cpu"}', "its schema is 'halma.test-report/2'"),
+        ("[1]", "its schema is 'list'"),
+        ('{"schema": "halma', "perhaps cut short"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_report_is_said_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, says: str
+) -> None:
+    path = tmp_path / "odd.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    assert main(["--tier", "pr", str(path)]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"ci: {path} ") and says in shown
+
+
 def test(name: str, **changes: Any) -> dict[str, Any]:
     """One test of a report."""
     plain = {"outcome": "passed", "evidence": "cpu", "invariants": [], "controls": [], "assertions": 1, "seconds": 0.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,10 @@ pytestmark = pytest.mark.torchfree
 
 Change = Callable[[dict[str, Any]], None]
 HELD = {"verdict": "passed", "why": "", "passed": 3, "failed": 0, "skipped": 0}
+
+
+def day(ahead: int) -> str:
+    return (datetime.date.today() + datetime.timedelta(days=ahead)).isoformat()
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -55,7 +60,9 @@ def put(folder: Path, data: Any, name: str = "one.json") -> Path:
 
 
 @pytest.mark.invariant("T5", control=True)
-@pytest.mark.parametrize("changes", [{}, SIMULATED, HARDWARE], ids=["cpu", "simulated", "musa"])
+@pytest.mark.parametrize(
+    "changes", [{}, SIMULATED, HARDWARE, {"date": day(1)}], ids=["cpu", "simulated", "musa", "where tomorrow has begun"]
+)
 def test_a_result_in_order_is_read(tmp_path: Path, changes: dict[str, Any]) -> None:
     found = read(put(tmp_path, document(**changes)))
     assert found.evidence == changes.get("evidence", "cpu")
@@ -117,6 +124,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "nested": ("[" * 200_000, "nested too deeply"),
     "half a character": (document(python="\ud800"), "no whole JSON document"),
     "said twice": ('{"schema": "halma.result/0", ' + json.dumps(document())[1:], "a key is there twice"),
+    "a date to come": (document(date=day(2)), "is to come: it would stay the latest result"),
     "a number": (document(simulated=0), "simulated must be true or false"),
 }
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.cpu.cli.launching import forked
 from tests.simulated.children import generated, run
 
 PROMPT = ("--prompt", "The President", "--arithmetic", "exact")
@@ -40,6 +41,22 @@ def test_text_alone_is_marked_beside_it() -> None:
     done = run("-m", "halma", "generate", *PROMPT, "--max-tokens", "1", "--backend", "musa")
     assert done.returncode == 0, done.stderr
     assert "halma: note: musa is simulated" in done.stderr and "simulated" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("backend", "notes"),
+    [
+        pytest.param("musa", [1, 0], marks=pytest.mark.invariant("B10")),
+        pytest.param("cpu", [0, 0], marks=pytest.mark.invariant("B10", control=True)),
+    ],
+)
+def test_ranks_of_roles_mark_it_once(backend: str, notes: list[int]) -> None:
+    """The mark comes before anything is loaded, so ranks that find no model show it in less time."""
+    roles = ("--attention-ranks", "1", "--ffn-ranks", "1", "--model", "no-such-model", "--prompt-ids", "1,2")
+    found = forked("ffn", [("--backend", backend, *roles)] * 2, HALMA_MUSA_SIM="cpu")
+    assert [(code, out) for code, out, _ in found] == [(2, "")] * 2
+    assert [err.count("is simulated: no such device was used") for _, _, err in found] == notes
+    assert "no-such-model" in found[0][2]
 
 
 @pytest.mark.invariant("B10")

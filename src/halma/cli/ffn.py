@@ -13,7 +13,7 @@ import typer
 from halma.cli.generate import options_of
 from halma.cli.generate_report import result_of, run_engine
 from halma.cli.mtp import MTP_HELP, drafts_of, with_mtp
-from halma.cli.output import at_least_one, emit_json, print_table
+from halma.cli.output import at_least_one, emit_json, note_simulated, print_table
 from halma.cli.prompts import read_prompts
 from halma.cli.spread import by_turns, print_texts
 from halma.cli.team import Team, assembled, divisible, world_of
@@ -82,6 +82,8 @@ def ffn(
     asked = f"--attention-ranks {attention_ranks} --ffn-ranks {ffn_ranks}" + (f" --tp {tp}" if tp > 1 else "")
     with assembled(roles.size, "ffn", asked) as team:
         chosen = team.together("the backend", lambda: team.backend(backend))
+        if chosen.evidence == "simulated" and team.speaks:
+            note_simulated(chosen.name)
         from halma.models.deepseek_v4.load import resolve_model
 
         source = team.together("the model", lambda: divisible(resolve_model(model), tp))

@@ -73,11 +73,13 @@ def ended(ranks: Sequence[subprocess.Popen[str]]) -> Ended:
     return without_traces([(rank.returncode, *pair) for rank, pair in zip(ranks, texts, strict=True)])
 
 
-def forked(command: str, arguments: Sequence[Sequence[str]], folders: Sequence[Path] | None = None) -> Ended:
-    """How ``halma command`` ends on each rank. ``folders``: where each of them runs."""
+def forked(
+    command: str, arguments: Sequence[Sequence[str]], folders: Sequence[Path] | None = None, **more: str
+) -> Ended:
+    """How ``halma command`` ends on each rank. ``folders``: where each of them runs; ``more``: further variables."""
     world = len(arguments)
     ranks = [
-        Fork(run, line(command, world, mine), environment=environment(**place), folder=folder)
+        Fork(run, line(command, world, mine), environment=environment(**place, **more), folder=folder)
         for mine, place, folder in zip(arguments, places(world), folders or [None] * world, strict=True)
     ]
     return without_traces([(one.code, one.out, one.err) for one in [rank.end(SECONDS) for rank in ranks]])

@@ -49,7 +49,7 @@ def test_torchrun_gives_the_text_of_one_rank_and_says_how():
 @pytest.mark.nightly
 def test_ranks_draft_together_and_give_the_text_of_one_rank_without_drafts():
     common = ("--prompt", "The President", "--max-tokens", "12", "--mtp", "auto", "--ahead", "3", "--json")
-    (code, out, told), (other, silent, _) = ended(start([common] * 2))
+    (code, out, told), (other, silent, _) = ended(start("generate", [common] * 2))
     assert code == other == 0 and silent == "", told
     found = json.loads(out)
     assert found["text"].startswith("'s Senate and House of") and len(found["token_ids"]) == 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from halma.backends.musa import probing, simulator
 from halma.backends.musa.probing import CONTRACT, Machine, ask_child, ask_mtml, installed, verdict
+from halma.backends.musa.seam import LIBRARIES
 from halma.backends.torch_device.machine import Gpu, NoDriver
 from halma.hal.backend import Probe
 from halma.hal.plugins import BACKENDS
@@ -97,6 +99,33 @@ def test_the_childs_answer_is_taken_and_it_sees_all_devices(monkeypatch: pytest.
     assert ask_child(f"raise SystemExit({probing.NO_DEVICE!r})", driver_files=(__file__,)).gpus == ()
     with pytest.raises(NoDriver, match="no usable Moore Threads driver: .* ended with: OSError"):
         ask_child("raise OSError('libmusa.so: cannot open')", driver_files=(__file__,))
+
+
+class Loaded(Exception):
+    """The child came past the search for the library; the text is the name it found."""
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        pytest.param(("libmusa.so",), id="plain", marks=pytest.mark.invariant("B1", control=True)),
+        pytest.param(("libmusa.so.1",), id="versioned", marks=pytest.mark.invariant("B1")),
+        pytest.param((), id="none", marks=pytest.mark.invariant("B1")),
+    ],
+)
+def test_the_child_looks_for_the_driver_under_the_names_that_the_backend_does(
+    monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...]
+) -> None:
+    def load(file: str) -> Any:
+        if file not in there:
+            raise OSError(f"{file}: no such file")
+        raise Loaded(file)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises((Loaded, OSError)) as found:
+        exec(probing.CHILD, {})
+    assert str(found.value) == (there[0] if there else "; ".join(f"{file}: no such file" for file in LIBRARIES["musa"]))
+    assert isinstance(found.value, Loaded) is bool(there)
 
 
 # -- the software ------------------------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from halma.backends.torch_device import pools
 from halma.backends.torch_device.memory import TorchMemory
 from halma.hal.errors import CollectiveError
+from halma.hal.shared_file import SharedFile
 
 
 class Calls:
@@ -111,3 +115,58 @@ def test_nothing_goes_once_another_thread_captures(monkeypatch: pytest.MonkeyPat
     captures.clear()
     pools.clear_graveyard()
     assert not kept
+
+
+class LockingCalls(Calls):
+    """A driver that refuses to lock a range twice, as drivers do; each lock waits a while for another beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.locked: set[int] = set()
+        self.done: list[str] = []
+        self.meet = threading.Barrier(2)
+
+    def _beside(self) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.meet.wait(0.2)
+
+    def lock(self, host: int, nbytes: int) -> None:
+        self._beside()
+        if host in self.locked:
+            raise RuntimeError("already locked")
+        self.locked.add(host)
+        self.done.append("lock")
+
+    def unlock(self, host: int) -> None:
+        self.locked.remove(host)
+        self.done.append("unlock")
+
+    def on_device(self, host: int) -> int:
+        return host
+
+
+@pytest.mark.parametrize("threads", [2, pytest.param(1, id="control")])
+def test_two_threads_that_map_one_file_lock_it_once(memory: tuple[TorchMemory, Calls], threads: int) -> None:
+    calls = LockingCalls()
+    part = TorchMemory(memory[0]._family, 0, calls)  # type: ignore[arg-type]
+    with contextlib.closing(SharedFile.make(4096)) as file, ThreadPoolExecutor(threads) as pool:
+        held = [started.result() for started in [pool.submit(part.mapped, file) for _ in range(2)]]
+        assert calls.done == ["lock"]
+        held[0].close()
+        assert calls.done == ["lock"]
+        held[1].close()
+        assert calls.done == ["lock", "unlock"]
+
+
+def test_a_range_that_cannot_be_locked_is_asked_for_again(memory: tuple[TorchMemory, Calls]) -> None:
+    calls = LockingCalls()
+    part = TorchMemory(memory[0]._family, 0, calls)  # type: ignore[arg-type]
+    calls.meet.abort()
+    with contextlib.closing(SharedFile.make(4096)) as file:
+        host = ctypes.addressof(ctypes.c_char.from_buffer(file.mapping))
+        calls.locked.add(host)  # by somebody else in the process
+        with pytest.raises(CollectiveError, match="already locked"):
+            part.mapped(file)
+        calls.locked.remove(host)
+        part.mapped(file).close()
+        assert calls.done == ["lock", "unlock"]
