@@ -101,3 +101,12 @@ def select_in_a_worker(name: str) -> tuple[str, str]:
     registry = Registry([host(), entry("fake")])
     registry.statuses()
     return registry.select(name).name, registry.select(name).evidence
+
+
+def raising(error: BaseException) -> Any:
+    """A factory that fails."""
+
+    def make() -> Any:
+        raise error
+
+    return make

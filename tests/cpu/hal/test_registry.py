@@ -23,18 +23,12 @@ from tests.cpu.hal.plugins import (
     entry,
     host,
     plugin,
+    raising,
     routes_entry,
     spec,
 )
 
 pytestmark = pytest.mark.torchfree
-
-
-def raising(error: BaseException) -> Any:
-    def make() -> Any:
-        raise error
-
-    return make
 
 
 # -- B1: a named backend imports its own plugin only ------------------------------------------------------

@@ -18,18 +18,12 @@ from tests.cpu.hal.plugins import (
     FakeBackend,
     entry,
     host,
+    raising,
     select_in_a_worker,
     spec,
 )
 
 pytestmark = pytest.mark.torchfree
-
-
-def raising(error: BaseException) -> Any:
-    def make() -> Any:
-        raise error
-
-    return make
 
 
 # -- B5: hooks are spelt right ----------------------------------------------------------------------------
